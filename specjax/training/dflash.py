@@ -11,7 +11,7 @@ DeepSpec's DSpark, arXiv:2607.05147; the equations are in `specjax.models.dflash
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -42,15 +42,20 @@ def propose(
     text: TextBatch,
     states: TargetStates,
     depth: int,
-    key: Array,
+    key: Array | None,
 ) -> Drafts:
     """Returns the drafts after roots that `key` draws; see `Propose` and `roots.sampled`."""
     assert depth <= config.most_drafts
     assert config.markov_kind != dspark.SELECTOR
     every = config.tokens_per_root if isinstance(config, LearnedConfig) else TOKENS_PER_ROOT
     count = -(-text.token_ids.shape[1] // every)
-    starts, is_root = roots.sampled(key, text, depth, count)
-    out = _blocks(params, config, target, text, states.taps, starts, depth)
+    blocks = lambda starts: _blocks(params, config, target, text, states.taps, starts, depth)
+    if key is None:
+        starts, is_root = roots.after_first(text)
+        out = _some_at_a_time(blocks, starts, count)
+    else:
+        starts, is_root = roots.sampled(key, text, depth, count)
+        out = blocks(starts)
     normed = dflash.normed_output(params, config, out)
     hidden, estimates = [], []
     state = jnp.zeros((*starts.shape, config.markov_rank), normed.dtype)
@@ -65,7 +70,17 @@ def propose(
         hidden.append(row if latent is None else jnp.concatenate([row, latent], axis=-1))
     score = functools.partial(_score, params, config, target)
     ids = params.get("target_ids")
-    return Drafts(starts, is_root, tuple(hidden), score, tuple(estimates), ids)
+    has_all = key is None
+    return Drafts(starts, is_root, tuple(hidden), score, tuple(estimates), ids, has_all)
+
+
+def _some_at_a_time(blocks: Callable[[Array], Array], starts: Array, count: int) -> Array:
+    """Returns blocks(starts [rows, roots]), computed for at most `count` roots of a row at once."""
+    rows, num_roots = starts.shape
+    groups = -(-num_roots // count)
+    padded = jnp.pad(starts, ((0, 0), (0, groups * count - num_roots)))
+    out = jax.lax.map(blocks, jnp.moveaxis(padded.reshape(rows, groups, count), 1, 0))
+    return jnp.moveaxis(out, 0, 1).reshape(rows, -1, *out.shape[3:])[:, :num_roots]
 
 
 def _score(params: Params, config: DFlashConfig, target: Target, read: Array, s: int) -> Array:

@@ -85,7 +85,7 @@ def propose(
     text: TextBatch,
     states: TargetStates,
     depth: int,
-    key: Array,
+    key: Array | None,
 ) -> Drafts:
     """Returns the drafts after every token but the first; see `Propose`.
 
@@ -103,7 +103,7 @@ def propose(
     )
     logits = family_of(config).logits
     score = lambda read, s: logits(params, config, read, None)
-    return Drafts(roots, is_root, (said,) * depth, score, is_aligned=True)
+    return Drafts(roots, is_root, (said,) * depth, score, has_all_roots=True, is_aligned=True)
 
 
 def begin(key: Array, config: ModelConfig, target: Target, target_ids: Array | None) -> Params:

@@ -29,8 +29,9 @@ class Drafts(NamedTuple):
         accepted; () without a confidence head.
       target_ids: i32[tokens that the drafter can say], their numbers in the target's vocabulary;
         None: it can say all.
+      has_all_roots: whether the roots of a row are all its places in order.
       is_aligned: whether hidden and estimates of draft token s stand in the place of the token that
-        it follows, p + s, and not of its root. Then the roots of a row are all its places in order.
+        it follows, p + s, and not of its root. It takes all roots.
     """
 
     roots: Array
@@ -39,11 +40,15 @@ class Drafts(NamedTuple):
     score: Callable[[Array, int], Array]
     estimates: tuple[Array, ...] = ()
     target_ids: Array | None = None
+    has_all_roots: bool = False
     is_aligned: bool = False
 
 
 class Propose(Protocol):
-    """Returns the drafts of a drafter along texts, differentiable in `params`."""
+    """Returns the drafts of a drafter along texts, differentiable in `params`.
+
+    Where a kind draws its roots, it does so by `key`; None: all are wanted.
+    """
 
     def __call__(
         self,
@@ -53,7 +58,7 @@ class Propose(Protocol):
         text: TextBatch,
         states: TargetStates,
         depth: int,
-        key: Array,
+        key: Array | None,
     ) -> Drafts: ...
 
 

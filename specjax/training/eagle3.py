@@ -78,7 +78,7 @@ def propose(
     text: TextBatch,
     states: TargetStates,
     depth: int,
-    key: Array,
+    key: Array | None,
 ) -> Drafts:
     """Returns the drafts after every token but the first; see `Propose`."""
     del key
@@ -105,7 +105,14 @@ def propose(
         return head_parts.own_logits(params, read) if config.has_head else target.logits(read)
 
     ids = params.get("target_ids")
-    return Drafts(*after_first(text), tuple(hidden), score, target_ids=ids, is_aligned=True)
+    return Drafts(
+        *after_first(text),
+        tuple(hidden),
+        score,
+        target_ids=ids,
+        has_all_roots=True,
+        is_aligned=True,
+    )
 
 
 def _from_slot_before(x: Array) -> Array:

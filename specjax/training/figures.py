@@ -26,7 +26,8 @@ class Figures:
       overlap: mean of sum min(p, q): accepted by rejection sampling.
       accepted: mean chance of acceptance under the rule `seeded`, if the target wrote the text.
       greedy_survival, sampled_survival, law_survival: chance that a draft token and all before it
-        are accepted, at temperature 0, under `seeded`, and under rules that compare distributions.
+        are accepted in a step, at temperature 0, under `seeded`, and under rules that compare
+        distributions; see `objective.Chains`.
       num_drafts: draft tokens.
     """
 
@@ -61,23 +62,27 @@ class Figures:
 
 def add(total: Sums | None, more: Sums) -> Sums:
     """Returns sums over two batches; None is an empty one."""
-    more = Sums(*(np.asarray(each, np.float64) for each in more))
-    return more if total is None else Sums(*(a + b for a, b in zip(total, more, strict=True)))
+    more = jax.tree.map(_wide, more)
+    return more if total is None else jax.tree.map(np.add, total, more)
+
+
+def _wide(x: Any) -> np.ndarray:
+    return np.asarray(x, np.float64)
 
 
 def figures_of(sums: Sums) -> Figures:
     """Returns the means; 0 where there was nothing to draft."""
-    sums = Sums(*(np.asarray(each, np.float64) for each in jax.device_get(sums)))
-    mean = lambda of: tuple(float(x) for x in of / np.maximum(sums.count, 1.0))
-    of_chains = lambda of: tuple(float(x) for x in of / np.maximum(sums.chains, 1.0))
+    sums = jax.tree.map(_wide, jax.device_get(sums))
+    mean = lambda of: tuple((of / np.maximum(sums.count, 1.0)).tolist())
+    of_steps = lambda of: tuple((of.survived / np.where(of.steps > 0, of.steps, 1.0)).tolist())
     return Figures(
         loss=mean(sums.loss),
         agreed=mean(sums.agreed),
         overlap=mean(sums.overlap),
         accepted=mean(sums.accepted),
-        greedy_survival=of_chains(sums.greedy_survival),
-        sampled_survival=of_chains(sums.sampled_survival),
-        law_survival=of_chains(sums.law_survival),
+        greedy_survival=of_steps(sums.greedy),
+        sampled_survival=of_steps(sums.sampled),
+        law_survival=of_steps(sums.by_law),
         num_drafts=int(sums.count.sum()),
     )
 
@@ -93,7 +98,7 @@ def survival(sums: Sums, ways: Iterable[tuple[int, float]]) -> tuple[float, ...]
     told = figures_of(sums)
     found = [_survival_by(told, *way) for way in ways]
     known = [each for each in found if each is not None]
-    count = int(np.sum(np.asarray(sums.chains) >= LEAST_CHAINS))
+    count = int(np.sum(np.asarray(sums.num_chains) >= LEAST_CHAINS))
     return tuple(np.mean(known, axis=0)[:count].tolist()) if known else ()
 
 

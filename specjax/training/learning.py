@@ -39,7 +39,7 @@ class Learner:
     dtype: DTypeLike = jnp.float32
 
     def loss(
-        self, params: Params, target_params: Params, text: TextBatch, key: Array
+        self, params: Params, target_params: Params, text: TextBatch, key: Array | None
     ) -> tuple[Array, Sums]:
         """Returns the mean loss of the drafts along texts, f32[], and sums over the draft tokens.
 
@@ -47,14 +47,19 @@ class Learner:
 
         Args:
           params: of the drafter.
-          key: of what is drawn, as the roots of blocks.
+          key: of what is drawn, as the roots of blocks; None: drafts after every token.
         """
         target = Target(self.target, jax.lax.stop_gradient(target_params))
         states = target_states(target, text, self.kind.taps(self.config))
         return self.loss_along(params, target, text, states, key)
 
     def loss_along(
-        self, params: Params, target: Target, text: TextBatch, states: TargetStates, key: Array
+        self,
+        params: Params,
+        target: Target,
+        text: TextBatch,
+        states: TargetStates,
+        key: Array | None,
     ) -> tuple[Array, Sums]:
         """Returns what `loss` does, along texts whose hidden states are known.
 
@@ -112,17 +117,17 @@ def update(
     state: LearningState,
     target_params: Params,
     text: TextBatch,
-) -> tuple[LearningState, Array, Sums]:
-    """Returns the state after a step, which is donated, and the loss and the sums before it.
+) -> tuple[LearningState, Array]:
+    """Returns the state after a step, which is donated, and the loss before it.
 
     A step whose gradient is not finite changes nothing but the number of steps.
     """
     learned, fixed = split(state.params)
     key = jax.random.fold_in(state.key, state.step)
     loss = lambda own: learner.loss(own | fixed, target_params, text, key)
-    (value, sums), gradients = jax.value_and_grad(loss, has_aux=True)(learned)
+    (value, _), gradients = jax.value_and_grad(loss, has_aux=True)(learned)
     params, opt_state, _ = applied(optimizer, gradients, state.opt_state, learned)
-    return LearningState(params | fixed, opt_state, state.step + 1, state.key), value, sums
+    return LearningState(params | fixed, opt_state, state.step + 1, state.key), value
 
 
 def applied(
@@ -140,8 +145,8 @@ def applied(
 
 @functools.partial(jax.jit, static_argnums=0)
 def evaluate(learner: Learner, params: Params, target_params: Params, text: TextBatch) -> Sums:
-    """Returns the sums over the draft tokens along texts."""
-    return learner.loss(params, target_params, text, jax.random.key(0))[1]
+    """Returns the sums over the draft tokens after every token of texts."""
+    return learner.loss(params, target_params, text, None)[1]
 
 
 def learner_of(

@@ -54,7 +54,7 @@ def propose(
     text: TextBatch,
     states: TargetStates,
     depth: int,
-    key: Array,
+    key: Array | None,
 ) -> Drafts:
     """Returns the drafts after every token but the first; see `Propose`."""
     del key
@@ -67,7 +67,7 @@ def propose(
             medusa.own_logits(params, config, read, s) if config.has_head else target.logits(read)
         )
 
-    return Drafts(*after_first(text), hidden, score, is_aligned=True)
+    return Drafts(*after_first(text), hidden, score, has_all_roots=True, is_aligned=True)
 
 
 def begin(key: Array, config: MedusaConfig, target: Target, target_ids: Array | None) -> Params:

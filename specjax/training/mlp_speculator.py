@@ -54,7 +54,7 @@ def propose(
     text: TextBatch,
     states: TargetStates,
     depth: int,
-    key: Array,
+    key: Array | None,
 ) -> Drafts:
     """Returns the drafts after every token but the first; see `Propose`."""
     del target, key
@@ -66,7 +66,7 @@ def propose(
         state = mlp_speculator.step(params, config, to_next(state), text.token_ids, s)
         hidden.append(state)
     score = lambda read, s: mlp_speculator.logits(params, config, read, s)
-    return Drafts(*after_first(text), tuple(hidden), score, is_aligned=True)
+    return Drafts(*after_first(text), tuple(hidden), score, has_all_roots=True, is_aligned=True)
 
 
 def begin(

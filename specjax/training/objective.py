@@ -10,7 +10,8 @@ With the target's distribution p and the drafter's q of a draft token, and the t
 
 A is the chance that a drafter which draws with the target's own Gumbel noise (the rule `seeded`)
 proposes x where the target draws x. So along text that the target has drawn, the sum over s of the
-product of A over the draft tokens up to s is the expected number of accepted tokens, without bias.
+product of A over the draft tokens up to s is the expected number of accepted tokens of a root,
+without bias. A step begins at a root with a chance that follows from those before it.
 
 Why: with noise G the target draws x if log p(x) + G(x) is largest, and the drafter proposes x if
 log q(x) + G(x) is. Both hold if an exponential clock of rate 1 at x rings before those of all y
@@ -48,8 +49,8 @@ class Objective:
       temperature: of the text that will be drafted for, above 0: p and q are softmax of logits over
         it, but in `likeliest` and `text`, where it is 1.
       decay: the losses of draft token s weigh decay**s.
-      accepted: of the expected number of accepted tokens, which is taken over whole chains and
-        ignores `decay`.
+      accepted: of the expected number of accepted tokens, which is taken over whole chains, each
+        by how likely a step begins with it, and ignores `decay`.
       confidence: of the cross-entropy between a confidence head and 1 - overlap.
     """
 
@@ -79,6 +80,22 @@ class Objective:
             )
 
 
+class Chains(NamedTuple):
+    """Sums over the roots that have draft token s and all before it in the text, f32[depth] each.
+
+    A root counts by how likely a step of decoding along this text begins there. Steps pass over the
+    tokens that they accept, so they begin more often where little is. Where the roots are drawn,
+    that is not known, and every one counts as 1.
+
+    Attributes:
+      steps: how likely steps begin at the roots.
+      survived: draft token s and all before it are kept.
+    """
+
+    steps: Any
+    survived: Any
+
+
 class Sums(NamedTuple):
     """Sums over the draft tokens of a batch, f32[depth] each, that add up over batches.
 
@@ -88,9 +105,8 @@ class Sums(NamedTuple):
       agreed: whose likeliest token is the target's.
       overlap: sum min(p, q).
       accepted: A, see the module.
-      greedy_survival, sampled_survival, law_survival: draft token s and all before it agreed, were
-        accepted, or overlapped.
-      chains: roots that have draft token s and all before it in the text, of these.
+      num_chains: roots that have draft token s and all before it in the text.
+      greedy, sampled, by_law: of chains that are kept while they agree, are accepted, or overlap.
     """
 
     count: Any
@@ -98,10 +114,10 @@ class Sums(NamedTuple):
     agreed: Any
     overlap: Any
     accepted: Any
-    greedy_survival: Any
-    sampled_survival: Any
-    law_survival: Any
-    chains: Any
+    num_chains: Any
+    greedy: Chains
+    sampled: Chains
+    by_law: Chains
 
 
 def loss_of(
@@ -112,21 +128,53 @@ def loss_of(
     count = jnp.sum(per_token.is_there, axis=(1, 2))
     total = lambda x: jnp.sum(jnp.where(per_token.is_there, x, 0.0), axis=(1, 2))
     is_whole = jnp.cumprod(per_token.is_there, axis=0)  # of the tokens up to each
-    along = lambda kept: jnp.sum(
-        jnp.where(is_whole > 0, jnp.cumprod(kept, axis=0), 0.0), axis=(1, 2)
-    )
+    kept = jnp.stack([per_token.agreed, per_token.accepted, per_token.overlap])
+    survived = jnp.where(is_whole[None] > 0, jnp.cumprod(kept, axis=1), 0.0)
+    steps = jnp.ones_like(survived[:, 0])
+    if drafts.has_all_roots:
+        along = jax.vmap(steps_along, in_axes=(0, None))
+        steps = along(lax.stop_gradient(survived), is_whole[0] > 0)
+    over = lambda x: jnp.einsum("wrn,wsrn->ws", steps, x)
+    begun, survived = over(jnp.broadcast_to(is_whole[None], survived.shape)), over(survived)
+    greedy, sampled, by_law = map(Chains, begun, survived)
     sums = Sums(
         count=count,
         loss=total(per_token.loss),
         agreed=total(per_token.agreed),
         overlap=total(per_token.overlap),
         accepted=total(per_token.accepted),
-        greedy_survival=along(per_token.agreed),
-        sampled_survival=along(per_token.accepted),
-        law_survival=along(per_token.overlap),
-        chains=jnp.sum(is_whole, axis=(1, 2)),
+        num_chains=jnp.sum(is_whole, axis=(1, 2)),
+        greedy=greedy,
+        sampled=sampled,
+        by_law=by_law,
     )
     return value_of(objective, sums), lax.stop_gradient(sums)
+
+
+def steps_along(survived: Array, is_root: Array) -> Array:
+    """Returns how likely a step begins at each place of texts, f32[rows, length].
+
+    The step that begins at place i and accepts n draft tokens is followed by one at i + n + 1. The
+    first of a text, or behind a gap, begins at its first root.
+
+    Args:
+      survived: f32[depth, rows, length], chance that draft token s of each place and all before it
+        are kept; 0 where the text has none.
+      is_root: bool[rows, length], places that have a first draft token.
+    """
+    none = jnp.zeros_like(survived[:1])
+    up_to = jnp.concatenate([none + 1.0, survived, none])
+    accepts = up_to[:-1] - up_to[1:]  # n = 0 ... depth draft tokens
+    is_first = is_root & ~jnp.pad(is_root, ((0, 0), (1, 0)))[:, :-1]
+
+    def place(coming: Array, at: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        is_root, is_first, accepts = at
+        begins = jnp.where(is_root, is_first + coming[0], 0.0)
+        return jnp.concatenate([coming[1:], none[:, :, 0]]) + begins[None] * accepts, begins
+
+    inputs = is_root.T, is_first.T, jnp.moveaxis(accepts, 2, 0)
+    coming = jnp.zeros_like(accepts[:, :, 0])  # chances of the places from the next on
+    return lax.scan(place, coming, inputs)[1].T
 
 
 def value_of(objective: Objective, sums: Sums) -> Any:
@@ -136,7 +184,8 @@ def value_of(objective: Objective, sums: Sums) -> Any:
     mean = sums.loss / (sums.count + (sums.count == 0))
     value = (weights * mean).sum() / (weights.sum() + (weights.sum() == 0))
     if objective.accepted:
-        survival = sums.sampled_survival / (sums.chains + (sums.chains == 0))
+        steps, survived = sums.sampled
+        survival = survived / (steps + (steps == 0))
         value = value - objective.accepted * survival.sum() / len(sums.count)
     return value
 

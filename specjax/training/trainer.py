@@ -290,7 +290,7 @@ def _loop(
         step = memory.step
         bar.report("training", step, config.steps)
         batch = run.placed(training.batch(step, config.rows, config.seed))
-        memory.state, loss, _ = learning.update(
+        memory.state, loss = learning.update(
             run.learner, run.optimizer, memory.state, run.target_params, batch
         )
         _count(memory, float(loss))

@@ -120,6 +120,26 @@ def test_a_draft_model_that_is_given():
         draft_model.given(tiny_model(vocab_size=7), MODEL.config)
 
 
+@pytest.mark.parametrize("tokens_per_root", [1, 5])
+def test_blocks_after_every_token(tokens_per_root):
+    """Without a key, some roots at a time; each says what it says where it is drawn."""
+    kind, config, params = begun("dspark", tokens_per_root=tokens_per_root)
+    params = params | {"layers": dflash.dflash.init(jax.random.key(3), config, std=0.3)["layers"]}
+    text = texts(length=12)
+    states = target_states(TARGET, text, kind.taps(config))
+    ask = jax.jit(lambda key: kind.propose(params, config, TARGET, text, states, DEPTH, key)[:3])
+    roots, is_root, every = ask(None)
+    np.testing.assert_array_equal(roots, np.tile(np.arange(12), (2, 1)))
+    some, is_drawn, hidden = ask(jax.random.key(1))
+    assert is_drawn.any()
+    assert is_root.sum() > is_drawn.sum() - (tokens_per_root == 1)
+    for s in range(DEPTH):
+        same = np.take_along_axis(np.asarray(every[s]), np.asarray(some)[..., None], axis=1)
+        # A block that goes on past the text reads no token there.
+        inside = is_drawn & (np.asarray(some) + s < np.asarray(text.lengths)[:, None])
+        np.testing.assert_allclose(hidden[s][inside], same[inside], atol=1e-5)
+
+
 def drawn(text, depth, count, seed=0):
     return roots.sampled(jax.random.key(seed), text, depth, count)
 

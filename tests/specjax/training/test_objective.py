@@ -10,7 +10,7 @@ import pytest
 from specjax.testing.tiny_models import tiny_config
 from specjax.training import comparison
 from specjax.training.drafts import Drafts
-from specjax.training.objective import Objective, loss_of
+from specjax.training.objective import Objective, loss_of, steps_along
 from specjax.training.texts import Target, TargetStates, TextBatch
 
 VOCAB = 3
@@ -150,12 +150,12 @@ def score(read, s):
     return read * (1 + s)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def loss_and_slopes(objective, text, states, roots, is_root, hidden):
+@functools.partial(jax.jit, static_argnums=(0, 6))
+def loss_and_slopes(objective, text, states, roots, is_root, hidden, has_all_roots=True):
     """Returns ((loss, sums), its gradient for the drafts' logits)."""
 
     def loss(hidden):
-        drafts = Drafts(roots, is_root, hidden, score)
+        drafts = Drafts(roots, is_root, hidden, score, has_all_roots=has_all_roots)
         return loss_of(objective, TARGET, text, states, drafts)
 
     return jax.value_and_grad(loss, has_aux=True)(hidden)
@@ -166,18 +166,33 @@ def softmax(x):
     return x / x.sum()
 
 
-def test_sums_along_chains():
-    """Against loops over roots: what is in the text and learned counts; chains end with it."""
+WAYS = "greedy", "sampled", "by_law"
+
+
+@pytest.mark.parametrize("has_all_roots", [True, False])
+def test_sums_along_chains(has_all_roots):
+    """Against loops over roots: what is in the text and learned counts; chains end with it, and
+    count by how likely a step begins there, where all roots are known."""
     text, states, roots, is_root, hidden = toy()
     depth, weights = 3, Objective(**NONE | {"text": 1.0, "accepted": 0.5}, decay=0.5)
-    (value, sums), _ = loss_and_slopes(weights, text, states, roots, is_root, hidden)
-    expected = {name: np.zeros(depth) for name in sums._fields}
+    (value, sums), _ = loss_and_slopes(weights, text, states, roots, is_root, hidden, has_all_roots)
+    singles = "count", "loss", "agreed", "accepted", "overlap", "num_chains"
+    expected = {name: np.zeros(depth) for name in singles}
+    steps, survived = np.zeros((2, len(WAYS), depth))
     for row, length in enumerate(text.lengths.tolist()):
+        is_learned = text.is_learned[row, :length]
+        begins = np.zeros((length + depth + 1, len(WAYS)))
         for root in range(1, length):
-            chain, is_whole = np.ones(3), True
+            chain, is_whole = np.ones(len(WAYS)), True
+            if root + 1 < length and is_learned[root + 1]:
+                begins[root] += root == 1 or not is_learned[root]
+            else:
+                begins[root] = 0  # no draft token to tell of
+            begun = begins[root] if has_all_roots else np.ones(len(WAYS))
+            before, last = np.ones(len(WAYS)), root
             for s in range(depth):
                 at = root + s + 1
-                if at >= length or not text.is_learned[row, at]:
+                if at >= length or not is_learned[at]:
                     is_whole = False
                     continue
                 p = softmax(states.hidden[row, at - 1])
@@ -188,23 +203,50 @@ def test_sums_along_chains():
                 overlap = np.minimum(p, q).sum()
                 chain = chain * (agreed, accepted, overlap)
                 if is_whole:
-                    expected["greedy_survival"][s] += chain[0]
-                    expected["sampled_survival"][s] += chain[1]
-                    expected["law_survival"][s] += chain[2]
-                    expected["chains"][s] += 1
+                    steps[:, s] += begun
+                    survived[:, s] += begun * chain
+                    expected["num_chains"][s] += 1
+                    begins[at] += begun * (before - chain)  # rejected here: the step ends
+                    before, last = chain, at
                 expected["count"][s] += 1
                 expected["loss"][s] -= np.log(q[x])
                 expected["agreed"][s] += agreed
                 expected["accepted"][s] += accepted
                 expected["overlap"][s] += overlap
-    assert 0 < expected["chains"][2] < expected["chains"][0]
-    assert expected["chains"][2] < expected["count"][2]
+            begins[last + 1] += begun * before  # all are kept
+    assert 0 < expected["num_chains"][2] < expected["num_chains"][0]
+    assert expected["num_chains"][2] < expected["count"][2]
     for name, one in expected.items():
         np.testing.assert_allclose(getattr(sums, name), one, rtol=1e-4, err_msg=name)
+    for way, name in enumerate(WAYS):
+        chains = getattr(sums, name)
+        np.testing.assert_allclose(chains.steps, steps[way], rtol=1e-4, err_msg=name)
+        np.testing.assert_allclose(chains.survived, survived[way], rtol=1e-4, err_msg=name)
     decays = 0.5 ** np.arange(depth)
     loss = np.sum(decays * expected["loss"] / expected["count"]) / decays.sum()
-    loss -= 0.5 * np.sum(expected["sampled_survival"] / expected["chains"]) / depth
+    loss -= 0.5 * np.sum(survived[1] / steps[1]) / depth
     np.testing.assert_allclose(value, loss, rtol=1e-4)
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_steps_begin_where_those_before_end(depth):
+    """Against 4,000 decodings of a text whose draft tokens are kept by chance, with a gap."""
+    rng = np.random.default_rng(depth)
+    length, draws = 24, 4000
+    is_root = np.arange(length)[None] % 12 < 10
+    kept = rng.uniform(0.2, 0.95, (depth, length))
+    for s in range(depth):
+        kept[s, np.roll(~is_root[0], -s)] = 0
+    found = steps_along(np.cumprod(kept, axis=0)[:, None], is_root)
+    counts = np.zeros(length)
+    for part in (range(10), range(12, 22)):
+        for _ in range(draws):
+            place = part[0]
+            while place in part:
+                counts[place] += 1
+                is_kept = np.append(rng.random(depth) < kept[:, place], False)
+                place += 1 + int(np.argmin(is_kept))
+    np.testing.assert_allclose(found[0], counts / draws, atol=5 * 0.5 / draws**0.5)
 
 
 LENGTHEN = Objective(**NONE | {"accepted": 1.0})
@@ -220,7 +262,7 @@ def test_texts_without_drafts():
         is_there = is_root & (roots < none.lengths[:, None])
         (value, sums), slopes = loss_and_slopes(LENGTHEN, none, states, roots, is_there, hidden)
         assert value == 0
-        assert all(np.all(np.asarray(each) == 0) for each in (*sums, *slopes))
+        assert all(np.all(np.asarray(each) == 0) for each in jax.tree.leaves((sums, slopes)))
 
 
 def test_the_gradient_of_accepted_makes_chains_longer():
@@ -229,7 +271,25 @@ def test_the_gradient_of_accepted_makes_chains_longer():
     moved = tuple(x - 0.5 * np.asarray(slope) for x, slope in zip(hidden, slopes, strict=True))
     (after, longer), _ = loss_and_slopes(LENGTHEN, text, states, *roots, moved)
     assert after < before
-    assert np.sum(longer.sampled_survival) > np.sum(sums.sampled_survival)
+    # In the order of draft tokens, each by the steps that have one.
+    length = lambda sums: np.sum(sums.sampled.survived / sums.sampled.steps)
+    assert length(longer) > length(sums)
+
+
+def test_the_gradient_takes_where_steps_begin_as_given():
+    """A text's first root counts 1 in it, and later ones by the chance that a step begins there."""
+    text, states, *roots, hidden = toy(depth=1)
+    (_, sums), (slopes,) = loss_and_slopes(LENGTHEN, text, states, *roots, hidden)
+    (_, alike), (same,) = loss_and_slopes(LENGTHEN, text, states, *roots, hidden, False)
+    share = float(sums.sampled.steps[0] / alike.sampled.steps[0])
+    slopes, same = np.asarray(slopes), np.asarray(same)
+    first = 1 + np.argmax(text.is_learned[:, 2:], axis=1)
+    rows = np.arange(len(first))
+    np.testing.assert_allclose(share * slopes[rows, first], same[rows, first], rtol=1e-3, atol=1e-8)
+    is_told = np.abs(same) > 1e-4
+    chance = share * slopes[is_told] / same[is_told]
+    assert 0 <= chance.min() < 0.9
+    assert chance.max() < 1.001
 
 
 def test_slices_of_logits_change_nothing(monkeypatch):
