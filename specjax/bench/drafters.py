@@ -236,10 +236,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="0: as the policy chooses, up to the largest of these",
     )
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
+    parser.add_argument("--verification", help="the rule above temperature 0; default: seeded")
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--prompts", type=int, default=4, help="files, at least a batch")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--no-shares", action="store_true", help="of a step: not measured")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     narrow = specjax.load_model("demo")
@@ -253,6 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 contenders,
                 options.k,
                 options.rounds,
+                has_shares=not options.no_shares,
             )
             name = f"temperature {temperature:g}, batch {batch}"
             figures[name] = rows
@@ -275,7 +278,11 @@ def _workload(
         encoded[i % len(encoded)][tokens * (i // len(encoded)) :][:tokens] for i in range(count)
     ]
     sampling = specjax.SamplingParams(
-        temperature=temperature, max_tokens=options.new_tokens, ignore_eos=True, seed=0
+        temperature=temperature,
+        max_tokens=options.new_tokens,
+        ignore_eos=True,
+        seed=0,
+        verification=options.verification if temperature else None,
     )
     return Workload(target, prompts, batch, sampling, max(*options.k, 1))
 

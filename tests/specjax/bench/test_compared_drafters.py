@@ -30,3 +30,35 @@ def test_a_head_must_have_a_folder(tmp_path):
     for text in ("eagle3", f"eagle3={tmp_path}"):
         with pytest.raises(ValueError, match="must be NAME=FOLDER"):
             drafters.contenders_of([], [text], target, target)
+
+
+@pytest.mark.slow
+def test_the_command_measures_what_it_is_asked_for(monkeypatch, capsys):
+    """On the embedded target: a rule above temperature 0 alone, and no free drafts."""
+    asked = []
+    call = Workload.call
+
+    def noted(work, contender, k):
+        asked.append((work.sampling.temperature, work.sampling.verification, contender, k))
+        return call(work, contender, k)
+
+    monkeypatch.setattr(Workload, "call", noted)
+    options = [
+        "--drafters",
+        "n-gram",
+        "--k",
+        "2",
+        "--prompts",
+        "1",
+        "--new-tokens",
+        "4",
+        "--rounds",
+        "1",
+    ]
+    assert drafters.main([*options, "--no-shares", "--verification", "delta"]) == 0
+    assert {each[:2] for each in asked} == {(0.0, None), (0.8, "delta")}
+    names = {each and each.drafter for *_, each, _ in asked}
+    assert names == {None, "ngram"}
+    out = capsys.readouterr().out
+    assert out.count("| n-gram | 2 |") == 2
+    assert "temperature 0.8, batch 1" in out
