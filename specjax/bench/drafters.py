@@ -2,10 +2,10 @@
 
     python -m specjax.bench.drafters --widen 300M --head eagle3=HEAD --k 1 2 4 6 8 --rounds 7
 
-The target goes on from held-out files, at temperature 0 and 0.8. In each round every drafter and
-plain decoding take their turn in an order of chance, and only the compiled calls and reading them
-back count. With --widen the target is padded with zeros to the cost of a larger model, and heads
-with it, so that real text is drafted at a cost where steps wait for memory.
+The target goes on from held-out files, at temperature 0 and 0.8. For each K, every drafter and
+plain decoding take their turn in each round, in an order of chance, and only the compiled calls
+and reading them back count. With --widen the target is padded with zeros to the cost of a larger
+model, and heads with it, so that real text is drafted at a cost where steps wait for memory.
 
 A drafter's share of a step is what a step takes longer than one whose K drafts cost nothing: a
 drafter that proposes the same token always.
@@ -250,13 +250,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures = {}
     for temperature in options.temperatures:
         for batch in options.batches:
-            rows = compare(
-                _workload(target, temperature, batch, options),
-                contenders,
-                options.k,
-                options.rounds,
-                has_shares=not options.no_shares,
-            )
+            work = _workload(target, temperature, batch, options)
+            rows = []
+            for k in options.k:  # one at a time: a process keeps so many decoders
+                rows += compare(
+                    work, contenders, [k], options.rounds, has_shares=not options.no_shares
+                )
+            rows.sort(key=lambda row: list(contenders).index(row["drafter"]))
             name = f"temperature {temperature:g}, batch {batch}"
             figures[name] = rows
             if not options.json:
