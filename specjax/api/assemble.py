@@ -48,6 +48,7 @@ from specjax.engine.request import Request
 from specjax.layouts.tables import Layout
 from specjax.models import families
 from specjax.models.base import Model
+from specjax.models.layers import product_width
 from specjax.models.mesh_axes import MeshAxisMap, mapped
 from specjax.paged import kv_cache
 from specjax.paged.page_sizes import with_page_size
@@ -283,6 +284,7 @@ class Setup:
         known = shelf_of(decoder).known()
         known.costs.nodes_per_row = {k: self.drafter.num_nodes(k) for k in range(most + 1)}
         known.costs.prior = self._prior
+        known.costs.padding = product_width if self._devices[0].platform == "cpu" else None
         return known
 
     @functools.cached_property

@@ -276,7 +276,7 @@ class Engine:
 
         Args:
           params: weights of the target in the engine's layout, or DecoderParams(target, drafter);
-            a draft model keeps its weights if none are given for it. The arrays are neither
+            a drafter keeps its weights if none are given for it. The arrays are neither
             donated nor copied on one device: keep them until the next update. The same arrays
             again change nothing, unless `version` is new.
           version: number of these weights, above that of the last; None: the last one, plus 1.

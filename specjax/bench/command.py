@@ -218,7 +218,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         report=progress.report,
     )
     progress.close()
-    costs = StepCosts(policy.costs.nodes_per_row)
+    costs = StepCosts(policy.costs.nodes_per_row, padding=policy.costs.padding)
     costs.add_records(found.records(), MEMORY)
     costs.catch_up_s = found.catch_up_s
     kept = cost_files.Known(StepCosts())

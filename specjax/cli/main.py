@@ -34,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     stderr, results to stdout.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if sys.stderr is None:  # closed; so is stdout below
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        print("specjax: error: stdout is closed, and results go there.", file=sys.stderr)
+        return EXIT_BAD_INPUT
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8

@@ -86,13 +86,14 @@ def _add_head(parser: argparse.ArgumentParser) -> None:
         "--aux-layer-ids",
         type=layer_ids,
         metavar="IDS",
-        help="layers of the target whose inputs it reads",
+        help="layers of the target whose inputs it reads (eagle3, dflash, dspark)",
     )
     group.add_argument(
         "--draft-vocab-size",
         type=at_least(1),
         metavar="N",
-        help="most frequent tokens of the text, the only ones that it can say (default: all)",
+        help="most frequent tokens of the text, the only ones that it can say (eagle3, dflash, "
+        "dspark; default: all)",
     )
     group.add_argument(
         "--head",

@@ -999,13 +999,14 @@ def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _check_one_device(params: DecoderParams) -> None:
     """Raises ValueError for weights over several devices."""
-    for leaf in jax.tree.leaves(params):
-        count = len(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else 1
-        if count > 1:
-            raise ValueError(
-                f"weights lie over {count} devices, and no mesh was given; pass mesh= with "
-                'axes "data" and "tensor", or put them on one device.'
-            )
+    for whose, weights in (("the target", params.target), ("the drafter", params.drafter)):
+        for leaf in jax.tree.leaves(weights):
+            count = len(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else 1
+            if count > 1:
+                raise ValueError(
+                    f"weights of {whose} lie over {count} devices, and no mesh was given; pass "
+                    'mesh= with axes "data" and "tensor", or put them on one device.'
+                )
 
 
 # Room for 16 configurations with a drafter: each also has its plain decoder.

@@ -47,7 +47,7 @@ class SelfDrafter(Shaped):
     num_shards: int = 1
 
     def __post_init__(self):
-        if self.bits not in INTEGERS:
+        if not is_int(self.bits) or self.bits not in INTEGERS:
             raise ValueError(f"bits={self.bits!r:.100} must be 8 or 4.")
         size = self.group_size
         if size is not None and not (is_int(size) and size >= 1):

@@ -14,10 +14,11 @@ import jax
 import numpy as np
 from jax import Array
 
+from specjax.models.layers import PRODUCT_WIDTHS, linear
 from specjax.planning.step_prior import ProcessorSpeed
 from specjax.runtime import compilation_cache, kept_files
 
-TOKENS = (1, 2, 4, 8, 16, 32)
+TOKENS = PRODUCT_WIDTHS
 LAYERS, HIDDEN, WIDE = 4, 512, 2048  # 32 MB of weights
 REPEATS = 12
 # Limits of a valid measurement: bytes per second, and seconds of the smallest operation.
@@ -50,8 +51,7 @@ def _read(path: Path) -> ProcessorSpeed | None:
         speed = ProcessorSpeed(float(kept["bytes_per_s"]), factors, float(kept["launch_s"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
-    counts = [count for count, _ in factors]
-    is_sound = len(counts) > 1 and counts == sorted(set(counts)) and counts[0] > 0
+    is_sound = tuple(count for count, _ in factors) == TOKENS
     is_sound &= all(1 <= factor <= count for count, factor in factors)
     is_sound &= SLOWEST < speed.bytes_per_s < FASTEST
     is_sound &= 0 < speed.launch_s < SLOWEST_LAUNCH_S
@@ -62,12 +62,12 @@ def measure() -> ProcessorSpeed:
     """Measures matrix products with few tokens, and small operations."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: jax.device_put(rng.normal(size=shape).astype(np.float32))
-    weights = [(draw(HIDDEN, WIDE), draw(WIDE, HIDDEN)) for _ in range(LAYERS)]
+    weights = [(draw(WIDE, HIDDEN), draw(HIDDEN, WIDE)) for _ in range(LAYERS)]
 
     @jax.jit
     def products(x: Array, weights: list[tuple[Array, Array]]) -> Array:
         for up, down in weights:
-            x = (x @ up) @ down * 1e-3
+            x = linear(linear(x, up), down) * 1e-3
         return x
 
     @jax.jit

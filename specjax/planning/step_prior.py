@@ -3,7 +3,8 @@
     forward(tokens) = (weights + keys and values) / bandwidth * factor(tokens) + launches * launch
     step(rows, K)   = target forward of rows * (1 + K) tokens + K drafter forwards of rows tokens
 
-on a CPU, where factor(tokens) is the time of a product with these tokens over that with one.
+on a CPU, where factor(tokens) is the time of a product with these tokens over that with one; they
+are padded to a number that was measured (`models.layers.product_width`).
 Elsewhere the roofline, max(bytes / bandwidth, operations / peak), replaces the first summand.
 The prediction only decides which bucket runs first, and which are not worth compiling.
 """
@@ -11,10 +12,7 @@ The prediction only decides which bucket runs first, and which are not worth com
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-
-import numpy as np
 
 from specjax.decode.bucket import Bucket
 from specjax.planning.roofline import ModelWork, Peaks
@@ -31,7 +29,8 @@ class ProcessorSpeed:
 
     Attributes:
       bytes_per_s: bytes of weights read per second in products with one token.
-      factors: (tokens, seconds of a product with so many over seconds with one), ascending.
+      factors: (tokens, seconds of a product with so many over seconds with one), ascending: the
+        numbers that tokens are padded to.
       launch_s: seconds that one small operation takes.
     """
 
@@ -40,15 +39,10 @@ class ProcessorSpeed:
     launch_s: float
 
     def factor(self, tokens: int) -> float:
-        """Returns the time of some tokens over that of one, extrapolated in proportion."""
-        counts, factors = self._points
-        if tokens > counts[-1]:
-            return float(factors[-1] * tokens / counts[-1])
-        return float(np.interp(tokens, counts, factors))
-
-    @functools.cached_property
-    def _points(self) -> np.ndarray:
-        return np.array(self.factors).T
+        """Returns the time of some tokens over that of one, past the last in proportion."""
+        most, last = self.factors[-1]
+        fits = (factor for count, factor in self.factors if count >= tokens)
+        return next(fits, last * tokens / most)
 
     def forward_s(self, work: ModelWork, rows: int, tokens: int, context: int) -> float:
         """Returns the seconds of one forward without its launches."""

@@ -5,7 +5,7 @@
 base comes from measurements of the bucket, compared with those right before and after it. It
 is drawn towards
 
-    c0 + c1 * verified tokens + c2 * drafted tokens + c3 * draft forwards
+    c0 + c1 * computed tokens + c2 * drafted tokens + c3 * draft forwards
 
 whose coefficients, none below 0, all buckets share (`step_ratios`): the fewer measurements a
 bucket has, the more this sum counts. While few buckets were measured, the others are predicted
@@ -45,6 +45,7 @@ from specjax.policy.step_ratios import (
 )
 
 Prior = Callable[[Bucket, float], float]
+Padding = Callable[[int], int]
 
 # Chosen by the short generations of bench.scheduling, docs/benchmarks/scheduling.md.
 MEMORY = 16  # latest measurements kept per sample: one bucket at about one context
@@ -146,12 +147,14 @@ class StepCosts:
       nodes_per_row: nodes that a row verifies at each K, root included; by default 1 + K,
         that of chains.
       prior: predicts the seconds of a bucket at a context while few buckets were measured.
+      padding: returns how many tokens are computed where so many are verified.
     """
 
     def __init__(
         self,
         nodes_per_row: Mapping[int, int] | None = None,
         prior: Prior | None = None,
+        padding: Padding | None = None,
     ):
         # Seconds per token that the drafter has not seen, counted in the row with most of them;
         # None before any measurement.
@@ -163,6 +166,7 @@ class StepCosts:
         self._caught_up = np.zeros(2)  # of catch_up_s: sum of weights, sum of weighted values
         self._nodes_per_row = dict(nodes_per_row or {})
         self.prior = prior
+        self._padding = padding
         self.drift = 1.0
         self._last: Burst | None = None
         # Latest log drifts, whose median is the drift: a single measurement cannot change it.
@@ -187,6 +191,15 @@ class StepCosts:
     def nodes_per_row(self, nodes_per_row: Mapping[int, int]) -> None:
         if nodes_per_row != self._nodes_per_row:
             self._nodes_per_row, self._fits = dict(nodes_per_row), {}
+
+    @property
+    def padding(self) -> Padding | None:
+        return self._padding
+
+    @padding.setter
+    def padding(self, padding: Padding | None) -> None:
+        if padding is not self._padding:
+            self._padding, self._fits = padding, {}
 
     @property
     def measured(self) -> list[Bucket]:
@@ -490,7 +503,8 @@ class StepCosts:
         drafts = rows * (self._nodes_per_row.get(depth, 1 + depth) - 1)
         if bucket.max_drafts is not None:
             drafts = min(drafts, bucket.max_drafts)
-        return np.array([1.0, rows + drafts, rows * depth, depth])
+        tokens = rows + drafts if self._padding is None else self._padding(rows + drafts)
+        return np.array([1.0, tokens, rows * depth, depth])
 
     def _base(self, bucket: Bucket, fit: _Fit, context: float) -> float:
         """Returns the seconds of a bucket without context, measured or predicted."""

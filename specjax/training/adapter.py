@@ -107,10 +107,10 @@ class DrafterAdapter:
           below: acceptance rate of a batch under which the drafter learns from it; None: always.
             A batch without drafts counts as below. 0.2 is where `rollout` gives its alarm.
           updates: of the weights, in a step that learns.
-          rows: texts of an update, drawn from those that are kept.
+          rows: texts of an update, drawn from those that are kept; at most `replay`.
           replay: newest texts that are kept, on the host.
-          max_tokens: of a text; of longer ones the end is kept. None: the decoder's max_length, at
-            most 2,048.
+          max_tokens: of a text, at most the decoder's max_length; of longer ones the end is kept.
+            None: 2,048, or less as max_length has it.
           depth: draft tokens per position that it learns; None: K of the decoder, at most 8, and
             at most what the drafter can.
           objective: losses; None: the default one.
@@ -127,6 +127,7 @@ class DrafterAdapter:
             is_chosen = value is None and name in ("max_tokens", "depth")
             if not is_chosen and (not is_int(value) or value < 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+        learning.check_seed(seed)
         if below is not None and not (is_number(below) and 0 <= below <= 1):
             raise ValueError(f"{below=!r} must be a share of accepted drafts, from 0 to 1.")
         if not isinstance(optimizer, optax.GradientTransformation):
@@ -134,8 +135,8 @@ class DrafterAdapter:
         self._decoder, self._optimizer = decoder, optimizer
         self._learner = _learner_of(decoder, depth, objective)
         self._every, self._below = every, below
-        self._updates, self._rows, self._capacity = updates, rows, replay
-        self._width = max_tokens or min(decoder.max_length, MOST_TOKENS)
+        self._updates, self._rows, self._capacity = updates, min(rows, replay), replay
+        self._width = min(max_tokens or MOST_TOKENS, decoder.max_length)
         self._seed = seed
         self._num_traces = 0
         self._learn = jax.jit(self._traced, static_argnums=0)
@@ -153,7 +154,8 @@ class DrafterAdapter:
             FrozenDict; None: those that the decoder was built with. They are copied.
 
         Raises:
-          ValueError: there are no weights, or they have other names.
+          ValueError: there are no weights, or they have other names; or the optimizer gives updates
+            of another form.
         """
         given: Any = self._decoder.draft_params if params is None else params
         leaves = jax.tree.leaves(given)
@@ -164,6 +166,7 @@ class DrafterAdapter:
         copies = jax.tree.map(lambda leaf: jnp.array(leaf), _own_tree(self._decoder, given))
         own = learning.cast(copies, jnp.float32)
         learned, _ = learning.split(own)
+        learning.check_optimizer(self._optimizer, learned)
         ring = replay.empty(self._capacity, self._width)
         return AdapterState(own, self._optimizer.init(learned), ring, 0, 0)
 

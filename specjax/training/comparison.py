@@ -67,7 +67,7 @@ def compare(
     accepted = _seeded_acceptance(p, q, take(log_p, index) - take(log_q, index), outside)
     accepted = jnp.where(can_say, accepted, 0.0)
     raw = jax.nn.log_softmax(draft_logits, axis=-1)
-    agreed = can_say_best & (jnp.argmax(draft_logits, axis=-1) == best)
+    agreed = can_say_best & (jnp.argmax(draft_logits, axis=-1) == best) & ~jnp.isnan(overlap)
     terms = {
         "distribution": -jnp.sum(p * log_q, axis=-1) / jnp.maximum(1.0 - outside, 1e-6),
         "likeliest": jnp.where(can_say_best, -take(raw, best), 0.0),

@@ -12,6 +12,7 @@ import optax
 from jax import Array
 from jax.typing import DTypeLike
 
+from specjax.config.checks import is_int
 from specjax.models.base import ModelConfig, Params
 from specjax.training.drafts import Kind
 from specjax.training.objective import Objective, Sums, loss_of
@@ -149,6 +150,35 @@ def evaluate(learner: Learner, params: Params, target_params: Params, text: Text
     return learner.loss(params, target_params, text, None)[1]
 
 
+def check_seed(seed: Any) -> None:
+    """Raises ValueError for a seed that is no whole number from 0 to 2**63 - 1."""
+    if not is_int(seed) or not 0 <= seed < 2**63:
+        raise ValueError(f"{seed=!r} must be a whole number of at least 0 and below 2**63.")
+
+
+def check_optimizer(optimizer: optax.GradientTransformation, params: Params) -> None:
+    """Raises ValueError for an optimiser whose updates have not the form of the weights.
+
+    Args:
+      params: weights that are learned, or their shapes.
+    """
+    state = jax.eval_shape(optimizer.init, params)
+    updates, _ = jax.eval_shape(optimizer.update, params, state, params)
+    expected, found = (
+        {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
+        for leaves in map(jax.tree.leaves_with_path, (params, updates))
+    )
+    wrong = [name for name in expected | found if expected.get(name) != found.get(name)]
+    if wrong:
+        name = wrong[0]
+        shape = lambda shapes: shapes.get(name, "none")
+        raise ValueError(
+            f"the optimizer's update of {name} has the shape {shape(found)}, and the weights "
+            f"{shape(expected)}; expected an optax.GradientTransformation whose updates are trees "
+            "of the shapes of the weights."
+        )
+
+
 def learner_of(
     kind: Kind,
     config: Any,
@@ -168,11 +198,17 @@ def learner_of(
       num_speculative_tokens: K.
 
     Raises:
-      ValueError: the drafter drafts no `depth` tokens.
+      ValueError: the drafter drafts no `depth` tokens, or steps take far fewer.
     """
     most = kind.most_drafts(config)
     if depth is not None and most is not None and depth > most:
         raise ValueError(f"{depth=} is more than the {most} tokens that the drafter drafts.")
+    useful = max(num_speculative_tokens, MOST_DEPTH)
+    if depth is not None and depth > useful:
+        raise ValueError(
+            f"{depth=} must be at most {useful}: a step drafts {num_speculative_tokens} tokens at "
+            "most (num_speculative_tokens)."
+        )
     usual = min(max(num_speculative_tokens, 1), MOST_DEPTH, most or MOST_DEPTH)
     return Learner(
         kind=kind,

@@ -46,11 +46,11 @@ class Adapt:
     Attributes:
       optimizer: any of optax.
       every_tokens: tokens of outputs that come to be kept between two steps of learning.
-      rows: windows of a step; the newest, and some of the others.
+      rows: windows of a step, at most `replay`; the newest, and some of the others.
       length: tokens of a window, half of which may be prompt; at most what a row holds.
       replay: windows that the device keeps, at least 2. Half of them are being written.
       max_share: most of the wall time since the engine was made that steps may take while
-        requests run, 0 to 1.
+        requests run, above 0 and at most 1.
       idle_steps: most steps between two times that there is work; `Engine.step` takes one where
         it has nothing else to do.
       depth: draft tokens per position that are learned; None: K of the engine, at most 8, and at
@@ -80,11 +80,12 @@ class Adapt:
         if self.objective is not None and not isinstance(self.objective, Objective):
             raise TypeError(f"objective is {self.objective!r:.100}; expected a training.Objective.")
         least = {"every_tokens": 1, "rows": 1, "length": 8, "replay": 2, "idle_steps": 0}
-        least |= {"seed": 0} if self.depth is None else {"seed": 0, "depth": 1}
+        least |= {} if self.depth is None else {"depth": 1}
         for name, lowest in least.items():
             value = getattr(self, name)
             if not is_int(value) or value < lowest:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least {lowest}.")
+        learning.check_seed(self.seed)
         if not is_number(self.max_share) or not 0 < self.max_share <= 1:
             raise ValueError(f"max_share={self.max_share!r} must be above 0 and at most 1.")
 
@@ -149,7 +150,7 @@ class WindowLearner:
         length: int,
     ):
         kind, own = kind_of_spec(drafter.spec)
-        self.rows, self._length = settings.rows, length
+        self.rows, self._length = min(settings.rows, settings.replay), length
         self._settings = settings
         self._dtypes = jax.tree.map(lambda leaf: leaf.dtype, drafter.params)
         self._learner = learning.learner_of(
@@ -161,6 +162,7 @@ class WindowLearner:
             num_speculative_tokens=num_speculative_tokens,
             objective=settings.objective,
         )
+        learning.check_optimizer(settings.optimizer, _learned(drafter.params)[0])
         # As the decoder keeps them.
         absorbed = resolve_taps(drafter.spec.taps, target.num_layers)
         self.layers = tuple(dict.fromkeys((*absorbed, target.num_layers)))
@@ -189,8 +191,7 @@ class WindowLearner:
         Args:
           target, drafter: weights, or their shapes.
         """
-        learned, fixed = learning.split(_shapes(drafter))
-        wide = jax.eval_shape(lambda own: learning.cast(own, jnp.float32), learned)
+        wide, learned, fixed = _learned(drafter)
         opt_state = jax.eval_shape(self._settings.optimizer.init, wide)
         size = shape.num_windows, shape.length, self._learner.target.hidden_size
         dtype = learning.compute_dtype(target)
@@ -325,6 +326,12 @@ def _beside(params: Params, tree: Any) -> Any:
     whole = NamedSharding(place.mesh, PartitionSpec()) if hasattr(place, "mesh") else place
     is_there = lambda x: x.sharding.device_set == place.device_set
     return jax.tree.map(lambda x: x if is_there(x) else jax.device_put(x, whole), tree)
+
+
+def _learned(drafter: Params) -> tuple[Params, Params, Params]:
+    """Returns shapes of the weights that are learned, in float32 and as they are, and of others."""
+    learned, fixed = learning.split(_shapes(drafter))
+    return jax.eval_shape(lambda own: learning.cast(own, jnp.float32), learned), learned, fixed
 
 
 def _shapes(tree: Any) -> Any:

@@ -83,9 +83,8 @@ class TrainingConfig:
         rate = self.learning_rate
         if rate is not None and (not is_number(rate) or not 0 < rate < math.inf):
             raise ValueError(f"learning_rate={rate!r} must be a number above 0, or None.")
-        if is_int(self.seed) and self.seed >= 2**63:
-            raise ValueError(f"seed={self.seed} must be below 2**63.")
-        for name, least in (("warmup", 0), ("decay", 0), ("patience", 1), ("seed", 0)):
+        learning.check_seed(self.seed)
+        for name, least in (("warmup", 0), ("decay", 0), ("patience", 1)):
             value = getattr(self, name)
             if value is None and name in ("decay", "patience"):
                 continue

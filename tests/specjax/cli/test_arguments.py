@@ -167,6 +167,17 @@ def test_errors_of_the_system_have_no_number(monkeypatch, capsys):
     assert capsys.readouterr().err == "specjax: error: some/file: permission denied.\n"
 
 
+def test_closed_streams(monkeypatch, capsys):
+    """As of `specjax generate x >&-`, and with 2>&- too."""
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["generate", "x"]) == 2
+    assert capsys.readouterr().err == "specjax: error: stdout is closed, and results go there.\n"
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    assert main(["generate", "x"]) == 2
+    sys.stderr.close()
+
+
 def test_help_says_what_the_model_decides():
     fields = {*sampling_arguments.OF_MODEL, "do_sample"}
     assert fields == set(SAMPLING_KEYS)

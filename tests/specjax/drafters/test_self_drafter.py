@@ -154,6 +154,7 @@ def test_options_of_layers_go_with_them():
     ("options", "message"),
     [
         ({"bits": 6}, "bits=6 must be 8 or 4"),
+        ({"bits": 8.0}, "bits=8.0 must be 8 or 4"),
         ({"group_size": 0}, "group_size=0"),
         ({"skip_layers": (-1,)}, "numbers of layers from 0"),
         ({"skip_layers": 3}, "numbers of layers from 0"),

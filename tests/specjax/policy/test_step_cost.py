@@ -79,6 +79,22 @@ def test_a_tree_is_as_dear_as_its_nodes():
     assert costs.seconds(Bucket(2, 0), 0) == pytest.approx(2.0)
 
 
+def test_tokens_cost_as_many_as_are_computed():
+    """Products are padded to eights: K = 4 costs as K = 7 does but for the drafts, and K = 8 more.
+    Another padding forgets what was predicted."""
+    costs = StepCosts(padding=lambda count: -(-count // 8) * 8)
+    seconds = lambda rows, depth: 1e-3 + 2e-5 * (-(-rows * (1 + depth) // 8) * 8) + 1e-4 * depth
+    for rows, depth in ((1, 0), (1, 7), (4, 0), (4, 3), (8, 1)):
+        costs.observe(Bucket(rows, depth), 0, seconds(rows, depth))
+    for rows, depth in ((1, 4), (1, 8), (8, 2)):
+        assert costs.seconds(Bucket(rows, depth), 0) == pytest.approx(
+            seconds(rows, depth), rel=1e-6
+        )
+    before = costs.seconds(Bucket(1, 8), 0)
+    costs.padding = None
+    assert costs.seconds(Bucket(1, 8), 0) < 0.99 * before
+
+
 def test_context_is_fitted_over_all_buckets():
     costs = StepCosts()
     for bucket in (Bucket(1, 0), Bucket(1, 4)):

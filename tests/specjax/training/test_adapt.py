@@ -426,6 +426,15 @@ def test_what_cannot_be_is_refused(target, head):
         _adapt(max_share=1.5)
     with pytest.raises(ValueError, match="rows=0 must be a whole number of at least 1"):
         _adapt(rows=0)
+    with pytest.raises(ValueError, match="must be a whole number of at least 0 and below 2"):
+        _adapt(seed=2**63)
+    with pytest.raises(ValueError, match="depth=100 must be at most 8: a step drafts 2 tokens"):
+        _engine(target, head, adapt=_adapt(depth=100), num_speculative_tokens=2)
+    scaled = optax.GradientTransformation(
+        lambda params: (), lambda updates, state, params: (jax.tree.map(jnp.sum, updates), ())
+    )
+    with pytest.raises(ValueError, match=r"optimizer's update of .* has the shape \(\)"):
+        _engine(target, head, adapt=dataclasses.replace(_adapt(), optimizer=scaled))
     parallel = first_layer(target)
     config = dataclasses.replace(parallel.config, mask_token_id=60)
     parallel = dataclasses.replace(parallel, config=config)

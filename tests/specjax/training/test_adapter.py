@@ -188,12 +188,53 @@ def test_a_drafter_that_cannot_be_trained_is_refused(policy):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"every": 0}, {"updates": 0}, {"rows": 1.5}, {"below": 2}, {"depth": 0}]
+    "wrong",
+    [
+        {"every": 0},
+        {"updates": 0},
+        {"rows": 1.5},
+        {"below": 2},
+        {"depth": 0},
+        {"depth": 9},
+        {"seed": -1},
+        {"seed": 2**63},
+    ],
+    ids=str,
 )
 def test_numbers_are_checked(decoder, wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=name):
         DrafterAdapter(decoder, optax.adam(0.1), **wrong)
+
+
+def test_sizes_are_those_of_what_there_is(decoder):
+    """More tokens than a row holds, and more texts of an update than are kept, take no memory."""
+    adapter = DrafterAdapter(decoder, optax.adam(0.1), rows=10**9, replay=3, max_tokens=10**9)
+    texts = adapter.init().replay.texts
+    assert texts.token_ids.shape == (3, decoder.max_length)
+    assert adapter._rows == 3
+
+
+OF_ANOTHER_FORM = optax.GradientTransformation(
+    lambda params: (), lambda updates, state, params: (jax.tree.map(lambda x: x[None], updates), ())
+)
+
+
+def test_an_optimizer_of_another_form_is_refused(decoder):
+    wrong = OF_ANOTHER_FORM
+    nothing = optax.GradientTransformation(wrong.init, lambda updates, state, params: (None, ()))
+    for optimizer, found in ((wrong, r"\(1, \d+"), (nothing, "none")):
+        with pytest.raises(ValueError, match=f"the optimizer's update of .* has the shape {found}"):
+            DrafterAdapter(decoder, optimizer).init()
+
+
+def test_a_policy_of_nan_agrees_with_nothing(policy, decoder, adapter):
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), policy.params)
+    state = adapter.init()
+    after, stats = adapter.step(state, broken, _sampled(decoder, policy.params))
+    assert not stats.has_learned
+    assert max(stats.figures.agreed) == 0
+    jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
 
 
 def test_the_loss_is_that_of_the_adapter_and_spares_the_policy(policy, head, decoder):
