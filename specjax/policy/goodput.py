@@ -99,10 +99,13 @@ EXPLORED = 3  # alternating measurements of plain decoding and a K: one may be d
 
 
 def ladder(most: int) -> tuple[int, ...]:
-    """Returns the values of K to try up to `most`: 1, 2, 3, 4, 6, 8, 12, ..., and `most`."""
-    powers = [2**power for power in range(most.bit_length())]
-    between = [3 * power for power in powers]
-    return tuple(sorted({n for n in (*powers, *between, most) if 0 < n <= most}))
+    """Returns the values of K to try up to `most`: 1, 2, 3, 5, 7, 11, 15, ..., and `most`.
+
+    With its root a chain is then 2, 3, 4, 6, 8, 12, 16, ... tokens, which hardware computes whole.
+    """
+    powers = [2**power for power in range(1, most.bit_length() + 1)]
+    between = [3 * power // 2 for power in powers]
+    return tuple(sorted({n - 1 for n in (*powers, *between, most + 1) if 1 < n <= most + 1}))
 
 
 class _Candidate(NamedTuple):
