@@ -41,7 +41,7 @@ PAIRS = {
 }
 RANKED_ROWS = (8, 32)  # numbers of rows for which slots by rank are measured
 BATCHES = (1, 2, 4, 8, 16, 32)
-DEPTHS = (0, 1, 2, 4, 7)
+DEPTHS = (0, 1, 2, 3, 5, 7)
 MOST = DEPTHS[-1]
 ACCEPTANCE = (0.0, 0.5, 0.8)
 RAMP_ACCEPTANCE = (0.2, 0.3, 0.5, 0.7)
