@@ -232,11 +232,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--k",
         nargs="+",
         type=int,
-        default=[1, 2, 4, 6, 8],
+        default=[1, 2, 3, 5, 7],
         help="0: as the policy chooses, up to the largest of these",
     )
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
-    parser.add_argument("--verification", help="the rule above temperature 0; default: seeded")
+    parser.add_argument(
+        "--verification",
+        choices=("seeded", "delta", "rejection", "block", "traversal"),
+        help="the rule above temperature 0 (default: seeded)",
+    )
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--prompts", type=int, default=4, help="files, at least a batch")
     parser.add_argument("--new-tokens", type=int, default=96)
@@ -252,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for batch in options.batches:
             work = _workload(target, temperature, batch, options)
             rows = []
-            for k in options.k:  # one at a time: a process keeps so many decoders
+            for k in dict.fromkeys(options.k):  # one at a time: a process keeps so many decoders
                 rows += compare(
                     work, contenders, [k], options.rounds, has_shares=not options.no_shares
                 )

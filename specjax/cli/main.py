@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # closed; so is stdout below
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
-        print("specjax: error: stdout is closed, and results go there.", file=sys.stderr)
+        print(
+            "specjax: error: stdout is closed; send it somewhere, as to /dev/null.", file=sys.stderr
+        )
         return EXIT_BAD_INPUT
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

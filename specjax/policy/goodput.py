@@ -101,7 +101,8 @@ EXPLORED = 3  # alternating measurements of plain decoding and a K: one may be d
 def ladder(most: int) -> tuple[int, ...]:
     """Returns the values of K to try up to `most`: 1, 2, 3, 5, 7, 11, 15, ..., and `most`.
 
-    With its root a chain is then 2, 3, 4, 6, 8, 12, 16, ... tokens, which hardware computes whole.
+    With its root a chain is then 2, 3, 4, 6, 8, 12, 16, ... tokens: powers of two, which products
+    are often padded to, and halfway between.
     """
     powers = [2**power for power in range(1, most.bit_length() + 1)]
     between = [3 * power // 2 for power in powers]

@@ -111,8 +111,8 @@ class DrafterAdapter:
           replay: newest texts that are kept, on the host.
           max_tokens: of a text, at most the decoder's max_length; of longer ones the end is kept.
             None: 2,048, or less as max_length has it.
-          depth: draft tokens per position that it learns; None: K of the decoder, at most 8, and
-            at most what the drafter can.
+          depth: draft tokens per position that it learns, at most K of the decoder or 8; None: K,
+            at most 8, and at most what the drafter can.
           objective: losses; None: the default one.
           seed: of the texts that are drawn, and of what is drawn along them.
 
@@ -206,7 +206,9 @@ class DrafterAdapter:
             (batch.token_ids, batch.token_mask, _is_learned(batch), _accepted(batch))
         )
         token_ids, mask, is_learned, (num_drafted, num_accepted) = host
-        texts = replay.texts_of(token_ids, mask, is_learned, self._width)
+        # As wide as the ring, which an adapter of other sizes may have begun.
+        width = state.replay.texts.token_ids.shape[1]
+        texts = replay.texts_of(token_ids, mask, is_learned, width)
         most = self._learner.target.vocab_size
         if texts.token_ids.size and texts.token_ids.max() >= most:
             raise ValueError(
@@ -275,7 +277,7 @@ class DrafterAdapter:
         own, first = own | fixed, jax.tree.map(lambda each: each[0], (sums, drawn))
         objective = dataclasses.replace(learner.objective, temperature=temperature)
         as_sampled = dataclasses.replace(learner, objective=objective)
-        after = as_sampled.loss(own, policy, first[1], key)[1]
+        after = as_sampled.loss(own, policy, first[1], None)[1]
         return own, opt_state, jnp.mean(values), jnp.any(applied), first[0], after
 
 

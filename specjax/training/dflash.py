@@ -34,6 +34,8 @@ from specjax.training.drafts import Drafts, Kind
 from specjax.training.options import with_quiet_layers, with_vocabulary
 from specjax.training.texts import QUERIES_AT_ONCE, Target, TargetStates, TextBatch
 
+LEAST_AT_ONCE = 64  # roots of a row, where all are drafted after
+
 
 def propose(
     params: Params,
@@ -49,10 +51,11 @@ def propose(
     assert config.markov_kind != dspark.SELECTOR
     every = config.tokens_per_root if isinstance(config, LearnedConfig) else TOKENS_PER_ROOT
     count = -(-text.token_ids.shape[1] // every)
-    blocks = lambda starts: _blocks(params, config, target, text, states.taps, starts, depth)
+    keys = _context_keys(params, config, text, states.taps)
+    blocks = lambda starts: _blocks(params, config, target, text, keys, starts, depth)
     if key is None:
         starts, is_root = roots.after_first(text)
-        out = _some_at_a_time(blocks, starts, count)
+        out = _some_at_a_time(blocks, starts, max(count, LEAST_AT_ONCE))
     else:
         starts, is_root = roots.sampled(key, text, depth, count)
         out = blocks(starts)
@@ -99,30 +102,36 @@ def _tokens_at(text: TextBatch, positions: Array) -> Array:
     return jnp.take_along_axis(text.token_ids, jnp.minimum(positions, last), axis=1)
 
 
+def _context_keys(
+    params: Params, config: DFlashConfig, text: TextBatch, taps: Sequence[Array]
+) -> tuple[tuple[Array, Array], ...]:
+    """Returns keys and values of the contexts by layer, [rows, length, kv_heads, head_dim] each."""
+    contexts = dflash.context(params, config, [tap.astype(params["fc"].dtype) for tap in taps])
+    places = jnp.broadcast_to(jnp.arange(text.token_ids.shape[1]), text.token_ids.shape)
+    return tuple(dflash.context_keys(params, config, contexts, places))
+
+
 def _blocks(
     params: Params,
     config: DFlashConfig,
     target: Target,
     text: TextBatch,
-    taps: Sequence[Array],
+    keys: tuple[tuple[Array, Array], ...],
     starts: Array,
     depth: int,
 ) -> Array:
     """Returns x [rows, roots, tokens of a block, hidden_size] before the last norm.
 
     Args:
+      keys: of the contexts, see `_context_keys`.
       starts: i32[rows, roots].
     """
     width = config.num_rows(depth)
-    dtype = params["fc"].dtype
     positions = starts[:, :, None] + jnp.arange(width)[None, None]
     ids = jnp.full(positions.shape, config.mask_token_id)
     ids = ids.at[:, :, 0].set(_tokens_at(text, starts))
     embedded = params["embed_tokens"][ids] if config.has_embedding else target.embed(ids)
-    contexts = dflash.context(params, config, [tap.astype(dtype) for tap in taps])
-    places = jnp.broadcast_to(jnp.arange(text.token_ids.shape[1]), text.token_ids.shape)
-    keys = tuple(dflash.context_keys(params, config, contexts, places))
-    flat = embedded.astype(dtype).reshape(-1, config.hidden_size)
+    flat = embedded.astype(params["fc"].dtype).reshape(-1, config.hidden_size)
     attend = functools.partial(_attend, config, starts, width)
     out, _ = dflash.forward(params, config, flat, positions.reshape(-1), attend, keys, width)
     return out.reshape(*positions.shape, -1)

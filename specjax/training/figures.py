@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.training.objective import Sums
+from specjax.training.objective import Chains, Sums
 from specjax.types import BY_LAW, GREEDY, SEEDED
 
-LEAST_CHAINS = 8  # of draft tokens, of whose acceptance a policy of K is told
+LEAST_STEPS = 8  # with a draft token, of whose acceptance a policy of K is told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +74,14 @@ def figures_of(sums: Sums) -> Figures:
     """Returns the means; 0 where there was nothing to draft."""
     sums = jax.tree.map(_wide, jax.device_get(sums))
     mean = lambda of: tuple((of / np.maximum(sums.count, 1.0)).tolist())
-    of_steps = lambda of: tuple((of.survived / np.where(of.steps > 0, of.steps, 1.0)).tolist())
     return Figures(
         loss=mean(sums.loss),
         agreed=mean(sums.agreed),
         overlap=mean(sums.overlap),
         accepted=mean(sums.accepted),
-        greedy_survival=of_steps(sums.greedy),
-        sampled_survival=of_steps(sums.sampled),
-        law_survival=of_steps(sums.by_law),
+        greedy_survival=tuple(_rates(sums.greedy).tolist()),
+        sampled_survival=tuple(_rates(sums.sampled).tolist()),
+        law_survival=tuple(_rates(sums.by_law).tolist()),
         num_drafts=int(sums.count.sum()),
     )
 
@@ -95,19 +94,24 @@ def survival(sums: Sums, ways: Iterable[tuple[int, float]]) -> tuple[float, ...]
       ways: (rule of verification, temperature) of the texts, over which the mean is taken; rules
         of another acceptance are left out.
     """
-    told = figures_of(sums)
-    found = [_survival_by(told, *way) for way in ways]
+    found = [_chains_by(jax.tree.map(_wide, sums), *way) for way in ways]
     known = [each for each in found if each is not None]
-    count = int(np.sum(np.asarray(sums.num_chains) >= LEAST_CHAINS))
-    return tuple(np.mean(known, axis=0)[:count].tolist()) if known else ()
+    if not known:
+        return ()
+    count = min(int(np.sum(each.steps >= LEAST_STEPS)) for each in known)
+    return tuple(np.mean([_rates(each) for each in known], axis=0)[:count].tolist())
 
 
-def _survival_by(told: Figures, rule: int, temperature: float) -> tuple[float, ...] | None:
+def _chains_by(sums: Sums, rule: int, temperature: float) -> Chains | None:
     if temperature == 0 or rule == GREEDY:
-        return told.greedy_survival
+        return sums.greedy
     if rule == SEEDED:
-        return told.sampled_survival
-    return told.law_survival if rule in BY_LAW else None
+        return sums.sampled
+    return sums.by_law if rule in BY_LAW else None
+
+
+def _rates(chains: Chains) -> np.ndarray:
+    return chains.survived / np.where(chains.steps > 0, chains.steps, 1.0)
 
 
 def table(figures: Figures) -> str:

@@ -157,13 +157,26 @@ def check_seed(seed: Any) -> None:
 
 
 def check_optimizer(optimizer: optax.GradientTransformation, params: Params) -> None:
-    """Raises ValueError for an optimiser whose updates have not the form of the weights.
+    """Raises ValueError for an optimiser whose updates have not the form of the weights, whose
+    state changes its form, or which needs more than gradients and weights.
 
     Args:
       params: weights that are learned, or their shapes.
     """
     state = jax.eval_shape(optimizer.init, params)
-    updates, _ = jax.eval_shape(optimizer.update, params, state, params)
+    try:
+        updates, after = jax.eval_shape(optimizer.update, params, state, params)
+    except TypeError as error:
+        raise ValueError(
+            f"the optimizer does not update by gradients and weights alone ({error}); give another "
+            "of optax."
+        ) from error
+    form = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+    if form(state) != form(after):
+        raise ValueError(
+            "the optimizer's state has another form after an update; expected an "
+            "optax.GradientTransformation whose state keeps its tree, shapes and dtypes."
+        )
     expected, found = (
         {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
         for leaves in map(jax.tree.leaves_with_path, (params, updates))
@@ -198,7 +211,7 @@ def learner_of(
       num_speculative_tokens: K.
 
     Raises:
-      ValueError: the drafter drafts no `depth` tokens, or steps take far fewer.
+      ValueError: the drafter drafts no `depth` tokens, or `depth` is above K and 8.
     """
     most = kind.most_drafts(config)
     if depth is not None and most is not None and depth > most:

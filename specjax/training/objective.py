@@ -105,8 +105,8 @@ class Sums(NamedTuple):
       agreed: whose likeliest token is the target's.
       overlap: sum min(p, q).
       accepted: A, see the module.
-      num_chains: roots that have draft token s and all before it in the text.
-      greedy, sampled, by_law: of chains that are kept while they agree, are accepted, or overlap.
+      greedy, sampled, by_law: of chains that are kept while they agree, are accepted, or overlap;
+        the last is an approximation, for whether a token is rejected depends on the text's.
     """
 
     count: Any
@@ -114,7 +114,6 @@ class Sums(NamedTuple):
     agreed: Any
     overlap: Any
     accepted: Any
-    num_chains: Any
     greedy: Chains
     sampled: Chains
     by_law: Chains
@@ -134,8 +133,8 @@ def loss_of(
     if drafts.has_all_roots:
         along = jax.vmap(steps_along, in_axes=(0, None))
         steps = along(lax.stop_gradient(survived), is_whole[0] > 0)
-    over = lambda x: jnp.einsum("wrn,wsrn->ws", steps, x)
-    begun, survived = over(jnp.broadcast_to(is_whole[None], survived.shape)), over(survived)
+    over = lambda x: jnp.sum(steps[:, None] * x, axis=(2, 3))
+    begun, survived = over(is_whole[None]), over(survived)
     greedy, sampled, by_law = map(Chains, begun, survived)
     sums = Sums(
         count=count,
@@ -143,7 +142,6 @@ def loss_of(
         agreed=total(per_token.agreed),
         overlap=total(per_token.overlap),
         accepted=total(per_token.accepted),
-        num_chains=jnp.sum(is_whole, axis=(1, 2)),
         greedy=greedy,
         sampled=sampled,
         by_law=by_law,
@@ -169,12 +167,12 @@ def steps_along(survived: Array, is_root: Array) -> Array:
 
     def place(coming: Array, at: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         is_root, is_first, accepts = at
-        begins = jnp.where(is_root, is_first + coming[0], 0.0)
+        begins = jnp.where(is_root, jnp.where(is_first, 1.0, coming[0]), 0.0)
         return jnp.concatenate([coming[1:], none[:, :, 0]]) + begins[None] * accepts, begins
 
     inputs = is_root.T, is_first.T, jnp.moveaxis(accepts, 2, 0)
     coming = jnp.zeros_like(accepts[:, :, 0])  # chances of the places from the next on
-    return lax.scan(place, coming, inputs)[1].T
+    return lax.scan(place, coming, inputs, unroll=8)[1].T
 
 
 def value_of(objective: Objective, sums: Sums) -> Any:

@@ -53,8 +53,8 @@ class Adapt:
         requests run, above 0 and at most 1.
       idle_steps: most steps between two times that there is work; `Engine.step` takes one where
         it has nothing else to do.
-      depth: draft tokens per position that are learned; None: K of the engine, at most 8, and at
-        most what the drafter can.
+      depth: draft tokens per position that are learned, at most K of the engine or 8; None: K, at
+        most 8, and at most what the drafter can.
       objective: losses; None: the default one. Its temperature should be that of requests.
       seed: of the windows that are drawn, and of what is drawn along them.
 
@@ -109,7 +109,8 @@ class Adapt:
 
         Raises:
           NotImplementedError: the drafter is of a kind that cannot be trained.
-          ValueError: the drafter drafts no `depth` tokens.
+          ValueError: the drafter drafts no `depth` tokens, `depth` is above K and 8, or the
+            optimizer cannot be used.
         """
         return WindowLearner(self, drafter, target, num_speculative_tokens, length)
 

@@ -205,10 +205,17 @@ def train(
         config = config.going_on()
     target_ids = _target_ids(learner, training)
     sizes = {target.config.vocab_size, getattr(learner.config, "vocab_size", 0)}
-    run = _Run(learner, config, optimizer or config.transformation(sizes), target.params)
+    if optimizer is None:
+        used = config.transformation(sizes)
+    elif isinstance(optimizer, optax.GradientTransformation):
+        used = optimizer
+    else:
+        raise TypeError(f"optimizer is {optimizer!r:.100}; expected one of optax.")
+    run = _Run(learner, config, used, target.params)
     said = _said(learner, config, target, given, optimizer, training, looked_at)
     store = RunStore(folder, said)
     state = learning.begin(learner, run.optimizer, target.params, config.seed, target_ids, given)
+    learning.check_optimizer(run.optimizer, learning.split(state.params)[0])
     memory = RunMemory.of(jax.device_put(state, _mesh_sharding(target.params, None)))
     bar = Progress(progress)
     try:
@@ -420,6 +427,10 @@ def _check_text(text: TrainingText, target: Model, config: TrainingConfig) -> No
         )
 
 
+# What looks say of a drafter: chains by how likely a step begins with them.
+FIGURES = "by step"
+
+
 def _said(
     learner: Learner,
     config: TrainingConfig,
@@ -440,6 +451,7 @@ def _said(
         "target": f"{learner.target!r} {weights_fingerprint(target.params)}",
         "config": fields,
         "optimizer": "default" if optimizer is None else "given",
+        "figures": FIGURES,
         "text": training.fingerprint,
         "held_out": looked_at.fingerprint,
     }

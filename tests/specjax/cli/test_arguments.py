@@ -171,7 +171,10 @@ def test_closed_streams(monkeypatch, capsys):
     """As of `specjax generate x >&-`, and with 2>&- too."""
     monkeypatch.setattr("sys.stdout", None)
     assert main(["generate", "x"]) == 2
-    assert capsys.readouterr().err == "specjax: error: stdout is closed, and results go there.\n"
+    assert (
+        capsys.readouterr().err
+        == "specjax: error: stdout is closed; send it somewhere, as to /dev/null.\n"
+    )
     monkeypatch.setattr("sys.stdout", None)
     monkeypatch.setattr("sys.stderr", None)
     assert main(["generate", "x"]) == 2

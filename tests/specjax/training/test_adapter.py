@@ -226,6 +226,28 @@ def test_an_optimizer_of_another_form_is_refused(decoder):
     for optimizer, found in ((wrong, r"\(1, \d+"), (nothing, "none")):
         with pytest.raises(ValueError, match=f"the optimizer's update of .* has the shape {found}"):
             DrafterAdapter(decoder, optimizer).init()
+    grows = optax.GradientTransformation(
+        wrong.init, lambda updates, state, params: (updates, (*state, 1))
+    )
+    with pytest.raises(ValueError, match="the optimizer's state has another form after an update"):
+        DrafterAdapter(decoder, grows).init()
+    needs_value = optax.contrib.reduce_on_plateau()
+    with pytest.raises(ValueError, match="by gradients and weights alone"):
+        DrafterAdapter(decoder, needs_value).init()
+
+
+def test_optimizers_of_many_kinds_are_taken(decoder):
+    adam = optax.adam(0.1)
+    masked = optax.masked(adam, lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params))
+    for optimizer in (masked, optax.MultiSteps(adam, 2).gradient_transformation(), optax.sgd(0.1)):
+        DrafterAdapter(decoder, optimizer).init()
+
+
+def test_a_state_of_an_adapter_of_other_sizes_goes_on(policy, decoder, adapter):
+    begun = DrafterAdapter(decoder, optax.adam(0.02), replay=5, max_tokens=9).init()
+    after, stats = adapter.step(begun, policy.params, _sampled(decoder, policy.params))
+    assert stats.has_learned
+    assert after.replay.texts.token_ids.shape == (5, 9)
 
 
 def test_a_policy_of_nan_agrees_with_nothing(policy, decoder, adapter):

@@ -176,16 +176,17 @@ def test_sums_along_chains(has_all_roots):
     text, states, roots, is_root, hidden = toy()
     depth, weights = 3, Objective(**NONE | {"text": 1.0, "accepted": 0.5}, decay=0.5)
     (value, sums), _ = loss_and_slopes(weights, text, states, roots, is_root, hidden, has_all_roots)
-    singles = "count", "loss", "agreed", "accepted", "overlap", "num_chains"
+    singles = "count", "loss", "agreed", "accepted", "overlap"
     expected = {name: np.zeros(depth) for name in singles}
-    steps, survived = np.zeros((2, len(WAYS), depth))
+    (steps, survived), num_chains = np.zeros((2, len(WAYS), depth)), np.zeros(depth)
     for row, length in enumerate(text.lengths.tolist()):
         is_learned = text.is_learned[row, :length]
         begins = np.zeros((length + depth + 1, len(WAYS)))
         for root in range(1, length):
             chain, is_whole = np.ones(len(WAYS)), True
             if root + 1 < length and is_learned[root + 1]:
-                begins[root] += root == 1 or not is_learned[root]
+                if root == 1 or not is_learned[root]:
+                    begins[root] = 1
             else:
                 begins[root] = 0  # no draft token to tell of
             begun = begins[root] if has_all_roots else np.ones(len(WAYS))
@@ -205,7 +206,7 @@ def test_sums_along_chains(has_all_roots):
                 if is_whole:
                     steps[:, s] += begun
                     survived[:, s] += begun * chain
-                    expected["num_chains"][s] += 1
+                    num_chains[s] += 1
                     begins[at] += begun * (before - chain)  # rejected here: the step ends
                     before, last = chain, at
                 expected["count"][s] += 1
@@ -214,8 +215,8 @@ def test_sums_along_chains(has_all_roots):
                 expected["accepted"][s] += accepted
                 expected["overlap"][s] += overlap
             begins[last + 1] += begun * before  # all are kept
-    assert 0 < expected["num_chains"][2] < expected["num_chains"][0]
-    assert expected["num_chains"][2] < expected["count"][2]
+    assert 0 < num_chains[2] < num_chains[0]
+    assert num_chains[2] < expected["count"][2]
     for name, one in expected.items():
         np.testing.assert_allclose(getattr(sums, name), one, rtol=1e-4, err_msg=name)
     for way, name in enumerate(WAYS):
@@ -230,16 +231,17 @@ def test_sums_along_chains(has_all_roots):
 
 @pytest.mark.parametrize("depth", [1, 4])
 def test_steps_begin_where_those_before_end(depth):
-    """Against 4,000 decodings of a text whose draft tokens are kept by chance, with a gap."""
+    """Against 4,000 decodings of a text whose draft tokens are kept by chance, with a gap. What
+    comes over the gap does not count behind it."""
     rng = np.random.default_rng(depth)
     length, draws = 24, 4000
-    is_root = np.arange(length)[None] % 12 < 10
+    is_root = np.arange(length)[None] % 12 < 11
     kept = rng.uniform(0.2, 0.95, (depth, length))
     for s in range(depth):
         kept[s, np.roll(~is_root[0], -s)] = 0
     found = steps_along(np.cumprod(kept, axis=0)[:, None], is_root)
     counts = np.zeros(length)
-    for part in (range(10), range(12, 22)):
+    for part in (range(11), range(12, 23)):
         for _ in range(draws):
             place = part[0]
             while place in part:

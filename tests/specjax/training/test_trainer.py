@@ -151,6 +151,22 @@ def test_a_drafter_goes_on_learning(target, text, kind):
         train(target, text, config=CONFIG, start=first.drafter, head={"num_layers": 2})
 
 
+def test_what_is_no_optimizer_is_refused(target, text):
+    for wrong in ("adam", 0):
+        with pytest.raises(TypeError, match="expected one of optax"):
+            train(target, text, config=CONFIG, optimizer=wrong)
+
+
+def test_a_run_whose_figures_meant_something_else_is_refused(target, text, tmp_path):
+    train(target, text, config=CONFIG, folder=tmp_path)
+    (path,) = tmp_path.rglob("run.json")
+    said = json.loads(path.read_text())
+    del said["figures"]
+    path.write_text(json.dumps(said))
+    with pytest.raises(ValueError, match="a run with another figures"):
+        train(target, text, config=CONFIG, folder=tmp_path)
+
+
 def test_texts_that_the_target_cannot_read_are_refused(target):
     vocab, most = target.config.vocab_size, target.config.max_position_embeddings
     long = data.from_token_ids([([1] * (most + 1), 0)] * 3, most + 1)
