@@ -34,11 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     stderr, results to stdout.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if sys.stderr is None:  # closed; so is stdout below
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    if sys.stdout is None:
+    if sys.stdout is None or sys.stderr is None:  # said where the other is open
         print(
-            "specjax: error: stdout is closed; send it somewhere, as to /dev/null.", file=sys.stderr
+            "specjax: error: stdout or stderr is closed; send it somewhere, as to /dev/null.",
+            file=sys.stderr,
         )
         return EXIT_BAD_INPUT
     for stream in (sys.stdout, sys.stderr):

@@ -102,7 +102,7 @@ class DrafterAdapter:
         """
         Args:
           decoder: whose drafter has weights: a draft model, or a head over the policy.
-          optimizer: any of optax.
+          optimizer: any of optax that updates by gradients and weights alone.
           every: calls of `step` of which one learns; each adds its texts.
           below: acceptance rate of a batch under which the drafter learns from it; None: always.
             A batch without drafts counts as below. 0.2 is where `rollout` gives its alarm.

@@ -44,7 +44,7 @@ class Adapt:
     """How the drafter of an engine learns while it serves.
 
     Attributes:
-      optimizer: any of optax.
+      optimizer: any of optax that updates by gradients and weights alone.
       every_tokens: tokens of outputs that come to be kept between two steps of learning.
       rows: windows of a step, at most `replay`; the newest, and some of the others.
       length: tokens of a window, half of which may be prompt; at most what a row holds.

@@ -178,7 +178,8 @@ def train(
         and `head` are then its own, and are left out.
       folder: of checkpoints. A call that was stopped goes on from the last one there, and ends with
         the same weights to the bit. Of an `optimizer` of your own, give the same again.
-      optimizer: any of optax, over the drafter's weights in float32; None: the config's.
+      optimizer: any of optax that updates by gradients and weights alone, over the drafter's
+        weights in float32; None: the config's.
       progress: as for `generate`.
       on_look: called after each look at held-out text.
 
