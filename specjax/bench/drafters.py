@@ -2,10 +2,11 @@
 
     python -m specjax.bench.drafters --widen 300M --head eagle3=HEAD --k 1 2 4 6 8 --rounds 7
 
-The target goes on from held-out files, at temperature 0 and 0.8. For each K, every drafter and
-plain decoding take their turn in each round, in an order of chance, and only the compiled calls
-and reading them back count. With --widen the target is padded with zeros to the cost of a larger
-model, and heads with it, so that real text is drafted at a cost where steps wait for memory.
+The target goes on from held-out files, at temperature 0 and 0.8. Every drafter, with as many K as
+a process keeps decoders for, and plain decoding take their turn in each round, in an order of
+chance, and only the compiled calls and reading them back count. With --widen the target is padded
+with zeros to the cost of a larger model, and heads with it, so that real text is drafted at a cost
+where steps wait for memory.
 
 A drafter's share of a step is what a step takes longer than one whose K drafts cost nothing: a
 drafter that proposes the same token always.
@@ -27,6 +28,7 @@ from specjax.bench import embedded, measuring
 from specjax.bench.command import parameters_of
 from specjax.bench.widen import widen
 from specjax.bench.widen_heads import widen_head
+from specjax.decode.decoder import MOST_DRAFTING
 from specjax.drafters.head_specs import EagleDrafter
 from specjax.drafters.loading import is_head
 from specjax.models.base import Model
@@ -256,9 +258,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for batch in options.batches:
             work = _workload(target, temperature, batch, options)
             rows = []
-            for k in dict.fromkeys(options.k):  # one at a time: a process keeps so many decoders
+            for depths in _together(options.k, len(contenders) + (not options.no_shares)):
                 rows += compare(
-                    work, contenders, [k], options.rounds, has_shares=not options.no_shares
+                    work, contenders, depths, options.rounds, has_shares=not options.no_shares
                 )
             rows.sort(key=lambda row: list(contenders).index(row["drafter"]))
             name = f"temperature {temperature:g}, batch {batch}"
@@ -268,6 +270,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print(measuring.document(vars(options), figures))
     return 0
+
+
+def _together(depths: Sequence[int], num_cells: int) -> list[list[int]]:
+    """Returns `depths` in groups that are measured in the same rounds.
+
+    Beside plain decoding they fit the decoders that a process keeps; beyond these every call
+    would compile anew.
+
+    Args:
+      num_cells: decoders per K.
+    """
+    distinct = list(dict.fromkeys(depths))
+    most = max((MOST_DRAFTING - 1) // num_cells, 1)
+    return [distinct[start : start + most] for start in range(0, len(distinct), most)]
 
 
 def _workload(

@@ -48,6 +48,7 @@ from specjax.types import BY_LAW, BurstPlan, DecoderParams, HostArray, StepInfo
 
 WHOLE = PartitionSpec()
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in the text of XLA's errors
+MOST_DRAFTING = 16  # decoders with a drafter that a process keeps, and as many plain ones
 # Assumed seconds to compile a burst before one was measured; as measured for some models on a CPU.
 USUAL_COMPILE_S = 5.0
 # Assumed seconds to read a byte of an executable from disk, and the bytes this guess counts as.
@@ -1009,8 +1010,7 @@ def _check_one_device(params: DecoderParams) -> None:
                 )
 
 
-# Room for 16 configurations with a drafter: each also has its plain decoder.
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=2 * MOST_DRAFTING)
 def shared_decoder(config: DecoderConfig) -> Decoder:
     """Returns the decoder of a configuration; equal configurations share it and its executables."""
     return Decoder(config)

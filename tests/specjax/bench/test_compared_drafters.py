@@ -32,6 +32,13 @@ def test_a_head_must_have_a_folder(tmp_path):
             drafters.contenders_of([], [text], target, target)
 
 
+def test_k_are_measured_together_as_far_as_decoders_are_kept():
+    grouped = drafters._together
+    assert grouped([0, 1, 2, 1, 7], 1) == [[0, 1, 2, 7]]
+    assert grouped([0, 1, 2, 3, 5, 7], 5) == [[0, 1, 2], [3, 5, 7]]
+    assert grouped([1, 2], 20) == [[1], [2]]
+
+
 @pytest.mark.slow
 def test_the_command_measures_what_it_is_asked_for(monkeypatch, capsys):
     """On the embedded target: a rule above temperature 0 alone, and no free drafts."""
