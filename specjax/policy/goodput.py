@@ -153,13 +153,17 @@ class _Charge:
     pot: str  # the Ledger attribute that holds the budget
     lost: float  # predicted loss, seconds
     rate: float  # tokens per second of the bucket that ran before
+    share: float = 1.0  # of its tokens that bring the end of the run nearer
     spent: float = 0.0  # measured loss: seconds beyond those of its tokens at that rate
     has_run: bool = False
     num_before: int = 0  # outcomes of bursts that were sent before it
 
     def add(self, outcome: Outcome) -> None:
         assert outcome.seconds is not None
-        self.spent += outcome.seconds - float(np.sum(outcome.num_committed)) / self.rate
+        tokens = float(np.sum(outcome.num_committed))
+        if outcome.bucket == self.bucket:
+            tokens *= self.share
+        self.spent += outcome.seconds - tokens / self.rate
 
     def too_little(self) -> float:
         """Returns the seconds still to be charged, up to MOST_CHARGED times the prediction."""
@@ -740,8 +744,11 @@ class Goodput:
         # Where catch-up hides the steps' cost, the bucket runs once more right after.
         is_hidden = catch_up > SMALL_CATCH_UP * (catch_up + num_steps * other.seconds)
         again = few if is_hidden and not self._is_trusted(other) else 0
-        lost = (num_steps + again) * other.seconds * (1 - other.rate / best.rate) + catch_up
-        lost = max(lost, LEAST_LOST * (num_steps + again) * best.seconds)
+        num_all = num_steps + again
+        worth_s = self._worth_s(other, num_all, best, load)
+        share = worth_s * best.rate / (num_all * other.tokens)
+        lost = num_all * other.seconds - worth_s + catch_up
+        lost = max(lost, LEAST_LOST * num_all * best.seconds)
         # It cuts a burst short, and so does the short one after it.
         lost += 2 * self.costs.burst_s
         ledger = self.ledger
@@ -750,24 +757,34 @@ class Goodput:
         ask_s = ASK_SHARE * ledger.plain_s
         if ledger.plain_s >= ASK_LATE * ASK_EVERY_S:
             ask_s = max(ask_s, LATE_SHARE * LATE_S - ledger.late_s)
-        share = 0.0 if is_plain else PLAIN_SHARE
         if is_due and lost <= ask_s:
             if lost > ASK_SHARE * ledger.plain_s:  # else ASK_SHARE covers it
                 ledger.late_s += lost
         elif lost <= ledger.routine_s and not is_soon:
             ledger.routine_s -= lost
-            self._charge = _Charge(other.bucket, "routine_s", lost, best.rate)
-        elif other in plain and lost <= share * ledger.drafting_s:
+            self._charge = _Charge(other.bucket, "routine_s", lost, best.rate, share)
+        elif other in plain and not is_plain and lost <= PLAIN_SHARE * ledger.drafting_s:
             pass  # PLAIN_SHARE covers it: drafting_s restarts at 0
         elif (hopeful or promising) and lost <= ledger.hope_s:
             ledger.hope_s -= lost
-            self._charge = _Charge(other.bucket, "hope_s", lost, best.rate)
+            self._charge = _Charge(other.bucket, "hope_s", lost, best.rate, share)
         else:
             return None
         self.seconds_lost += lost
         self._again = other.bucket if again else None
         self._last = self._last or best.bucket
         return self._measure(load, other, num_steps)
+
+    def _worth_s(self, other: _Candidate, num_steps: int, best: _Candidate, load: Load) -> float:
+        """Returns the seconds in which `best` brings the end as near as some steps of `other`.
+
+        In plain decoding, rows that drafted for a few steps keep what they are ahead. If none
+        comes after them, the end is nearer by what the last row gained.
+        """
+        is_plain = not best.bucket.num_speculative_tokens
+        if is_plain and other.bucket.num_speculative_tokens and len(load.tokens_left):
+            return other.slots.steps_saved(other.bucket, num_steps) * best.seconds
+        return num_steps * other.seconds * other.rate / best.rate
 
     def _measure(self, load: Load, other: _Candidate, num_steps: int) -> Decision:
         """Returns a probe: a burst of a bucket that does not become the current one."""

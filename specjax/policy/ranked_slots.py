@@ -46,6 +46,7 @@ class RankedSlots:
         self._urgency = np.asarray(urgency) if len(urgency) else np.ones(len(requests))
         self._of_rates, self._presence = survival.of_rates, survival.presence()
         self._rates, self._caps, self._left = survival.rates(requests), caps, left
+        self._doubts = survival.doubts(requests)
         self._depths = list(depths)
         some = slice(None)
         if len(self._rates) > MOST_RANKED:
@@ -64,7 +65,10 @@ class RankedSlots:
 
         f64[rows, depth] each.
         """
-        by_place = self._of_rates(self._rates[rows])
+        return self._slots_of(self._rates[rows], rows)
+
+    def _slots_of(self, rates: np.ndarray, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+        by_place = self._of_rates(rates)
         is_allowed = np.arange(by_place.shape[1]) < self._caps[rows][:, None]
         # A token that is not proposed takes no slot.
         return by_place * is_allowed, is_allowed * self._presence
@@ -94,25 +98,60 @@ class RankedSlots:
         return (np.interp(slots, masses[at], gains[at]) / self._share).tolist()
 
     def together(self, bucket: Bucket) -> float:
-        """Returns the factor, 0 to 1, by which uneven luck of rows slows a batch not refilled.
+        """Returns the factor, 0 to 1, by which uneven rows slow a batch that is not refilled.
 
-        Rows that draft end at different steps even if they are alike, and a step costs as much
-        as before while only the last row runs.
+        Rows that draft end at different steps, by luck and because some are harder than others,
+        which shows late. A step costs as much as before while only the last row runs. Slots by
+        rank leave hard rows out once they show, and go where the end is far.
         """
         depth = bucket.num_speculative_tokens
-        return self._togetherness[depth - 1] if depth and len(self._left) else 1.0
+        if not depth or not len(self._left):
+            return 1.0
+        return self._togetherness[bucket.max_drafts is None][depth - 1]
+
+    def steps_saved(self, bucket: Bucket, num_steps: int) -> float:
+        """Returns by how many steps of plain decoding a few steps bring the end of a batch nearer
+        that is not refilled, and decodes plainly after them.
+
+        The last row counts, not the sum of all: what another row gained is lost. Slots by rank
+        count as if every row had all of its K.
+        """
+        assert len(self._left), "a batch that is refilled has no last row"
+        at = bucket.num_speculative_tokens - 1
+        tokens, variance, doubts = (of[:, at] for of in self._of_steps)
+        left = self._left - num_steps * tokens
+        spread = np.sqrt(num_steps * variance + (num_steps * doubts) ** 2)
+        last = left.argmax()
+        is_close = left > left[last] - spread[last]
+        end = left[last] + _expected_maximum(is_close.sum()) * spread[last]
+        # A step commits a token of every row at least.
+        return float(max(self._left.max() - end, num_steps))
 
     @functools.cached_property
-    def _togetherness(self) -> list[float]:
-        """By K from 1: largest expected steps of a row over expected steps of the last row."""
-        survival, mass = self._slots(slice(None))
-        stand = survival * mass
-        tokens = 1 + stand.cumsum(axis=1)  # expected per step
+    def _of_steps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """By row and K from 1: expected tokens of a step, their variance from step to step, and
+        by how much a row's expected tokens may be less; f64[rows, depth] each."""
+        every = slice(None)
+        stand, less = (
+            np.multiply(*self._slots_of(rates, every))
+            for rates in (self._rates, (self._rates - self._doubts).clip(0.0))
+        )
+        tokens = 1 + stand.cumsum(axis=1)
         odd = 1 + 2 * np.arange(stand.shape[1])
         variance = (stand * odd).cumsum(axis=1) - (tokens - 1) ** 2
+        return tokens, variance, (stand - less).cumsum(axis=1)
+
+    @functools.cached_property
+    def _togetherness(self) -> dict[bool, list[float]]:
+        """By whether rows may differ by more than is known of them, and K from 1: largest expected
+        steps of a row over expected steps of the last row."""
+        return {differ: self._togetherness_of(differ) for differ in (False, True)}
+
+    def _togetherness_of(self, differ: bool) -> list[float]:
+        tokens, variance, doubts = self._of_steps
         steps = self._left[:, None] / tokens
-        spread = np.sqrt(steps * variance) / tokens
-        most = steps.argmax(axis=0), np.arange(stand.shape[1])
+        spread = np.sqrt(steps * variance + differ * (steps * doubts) ** 2) / tokens
+        most = steps.argmax(axis=0), np.arange(tokens.shape[1])
         is_close = steps > steps[most] - spread[most]
         last = _expected_maximum(is_close.sum(axis=0))
         # The last step of a row may commit more tokens than it needed.

@@ -23,6 +23,7 @@ PRIOR_RATE = 0.7  # acceptance rate before any trial
 PRIOR_TRIALS = 4.0  # weight of the prior rate
 PROFILE_TRIALS = 16.0  # weight of the previous position's profile in that of a position
 ROW_TRIALS = 8.0  # weight of the mean rate of all rows in that of a row
+SPREAD_TRIALS = 256.0  # weight, in pairs of trials of a row, of how much rates differ at first
 WINDOW = 1024.0  # trials that averages over all rows remember
 ROW_WINDOW = 256.0  # trials that the averages of one row remember
 MOST_RATE = 0.999
@@ -30,7 +31,8 @@ MOST_RATE = 0.999
 # the text changed; what was known before then counts for LEFT_TRIALS trials.
 SURPRISE, LEFT_TRIALS = 4.0, 4.0
 MOST_TRIALS, MOST_DEPTH = 1e9, 2**10  # limits of a record
-KEPT_TRIALS = 64.0  # weight of an earlier run's acceptance
+# Weights of an earlier run's acceptance, and of how much it differed between rows.
+KEPT_TRIALS, KEPT_PAIRS = 64.0, 16 * SPREAD_TRIALS
 
 
 class Survival:
@@ -47,11 +49,14 @@ class Survival:
         self._asked, self._proposed = np.zeros((2, depth))
         # Trials weighted by profile, and accepted tokens: of all rows, and by request.
         self._all = np.zeros(2)
+        # Of pairs of a row's trials in a burst and before it: the product of what each was above
+        # the mean of all rows, and their number. Luck cancels, what is the row's own stays.
+        self._pairs = np.zeros(2)
         self._by_request = _ByRequest()
 
     def to_record(self) -> dict[str, list[float]]:
         """Returns the averages over all rows, for JSON."""
-        record = {name: getattr(self, f"_{name}").tolist() for name in _KEPT}
+        record = {name: getattr(self, f"_{name}").tolist() for name in (*_KEPT, "pairs")}
         tried, stood = record["all"]
         # Trials are weighted by profile, so accepted tokens may exceed them after a lucky burst.
         return record | {"all": [tried, min(stood, tried)]}
@@ -66,16 +71,20 @@ class Survival:
         survival = cls(depth)
         try:
             kept = {name: np.array(record[name], float) for name in _KEPT}
+            # Records of before have none.
+            product, count = map(float, record.get("pairs", (0.0, 0.0)))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{reprlib.repr(record)} is no acceptance: {error!r}.") from None
         values = np.concatenate([each.ravel() for each in kept.values()])
         is_sound = bool(np.all((values >= 0) & (values < MOST_TRIALS)))
         is_sound &= max(each.size for each in kept.values()) <= MOST_DEPTH
+        is_sound &= abs(product) < MOST_TRIALS**2 and 0 <= count < MOST_TRIALS**2
         if not is_sound or kept["all"].shape != (2,) or kept["all"][1] > kept["all"][0]:
             raise ValueError(f"{reprlib.repr(record)} is no acceptance.")
         of_rates = min(KEPT_TRIALS / max(kept["all"][0], 1.0), 1.0)
         of_presence = min(KEPT_TRIALS / max(kept["asked"].max(initial=0.0), 1.0), 1.0)
         survival._all = kept.pop("all") * of_rates
+        survival._pairs = np.array([product, count]) * min(KEPT_PAIRS / max(count, 1.0), 1.0)
         for name, figures in kept.items():
             own = getattr(survival, f"_{name}")
             count = min(len(own), figures.size)
@@ -170,6 +179,17 @@ class Survival:
         tried, stood = self._by_request.get(requests).T
         return (stood + ROW_TRIALS * mean) / (tried + ROW_TRIALS)
 
+    def doubts(self, requests: Any) -> np.ndarray:
+        """Returns by how much the rates of rows may differ from `rates`, f64[rows]: standard
+        deviations, which trials of a row lower."""
+        rates = self.rates(requests).clip(1 - MOST_RATE, MOST_RATE)
+        of_trial = rates * (1 - rates)
+        product, count = self._pairs
+        at_first = SPREAD_TRIALS * of_trial / (ROW_TRIALS + 1)
+        between_rows = np.maximum(product + at_first, 0.0) / (count + SPREAD_TRIALS)
+        tried, _ = self._by_request.get(requests).T
+        return np.sqrt(between_rows / (1 + tried * between_rows / of_trial))
+
     def of_rates(self, rates: np.ndarray) -> np.ndarray:
         """Returns the survival of draft tokens for given row rates, f64[rows, depth]."""
         by_place = rates * self.profile()[:, None]
@@ -223,7 +243,23 @@ class Survival:
         self._all = self._all * math.exp(-total[0] / WINDOW) + total
         forgets = np.where(tried > 0, tried, float(num_steps)) / ROW_WINDOW
         before = self._by_request.get(requests)
+        self._observe_pairs(before, new)
         self._by_request.set(requests, before * np.exp(-forgets)[:, None] + new)
+
+    def _observe_pairs(self, before: np.ndarray, new: np.ndarray) -> None:
+        """Adds how much rows differed alike before and now; f64[rows, 2], trials and accepted."""
+        pairs = before[:, 0] * new[:, 0]
+        num_rows = np.count_nonzero(pairs)
+        if num_rows < 2:
+            return
+        above = [
+            figures[:, 1] - figures[:, 0] * (figures[:, 1].sum() / figures[:, 0].sum())
+            for figures in (before[pairs > 0], new[pairs > 0])
+        ]
+        # The rows are part of the mean that they are compared with.
+        product = float(np.dot(*above)) * num_rows / (num_rows - 1)
+        self._pairs *= math.exp(-float(new[:, 0].sum()) / WINDOW)
+        self._pairs += product, float(pairs.sum())
 
 
 _KEPT = ("stood", "expected", "asked", "proposed", "all")

@@ -668,6 +668,34 @@ def test_how_long_the_last_of_rows_that_are_not_refilled_takes(rows, tokens, rat
     assert slots.together(Bucket(rows, 0)) == 1.0
 
 
+@pytest.mark.parametrize("num_steps", [2, 5])
+@pytest.mark.parametrize(("rows", "rate", "depth"), [(16, 0.7, 3), (4, 0.5, 1), (1, 0.8, 5)])
+def test_a_few_steps_bring_the_end_nearer_by_what_the_last_row_gains(rows, rate, depth, num_steps):
+    slots = slots_of(rows, 60, rate)
+    stands = np.random.default_rng(0).uniform(size=(500, num_steps, rows, depth)) < rate
+    gained = (1 + stands.cumprod(axis=-1).sum(axis=-1)).sum(axis=1)
+    saved = slots.steps_saved(Bucket(rows, depth), num_steps)
+    assert saved == pytest.approx(gained.min(axis=1).mean(), rel=0.2)
+    assert num_steps <= saved <= gained.mean() * 1.05
+
+
+def test_the_row_that_is_far_from_its_end_says_what_a_few_steps_save():
+    left = np.array([200, 20, 20, 20])
+    slots = slots_of(4, left, 0.7)
+    alone = slots_of(1, 200, 0.7).steps_saved(Bucket(1, 3), 4)
+    assert slots.steps_saved(Bucket(4, 3), 4) == pytest.approx(alone)
+
+
+def test_rows_of_which_nothing_is_known_may_differ():
+    """Those of which much is known may not, and slots by rank leave out hard rows."""
+    known = slots_of(16, 96, 0.7)
+    unknown = RankedSlots(Survival(7), np.arange(16), np.full(16, 9), ladder(7), np.full(16, 96))
+    bucket, ranked = Bucket(16, 3), Bucket(16, 3, 16)
+    assert unknown.together(bucket) < 0.93 * known.together(bucket)
+    assert unknown.together(ranked) == pytest.approx(known.together(ranked), rel=0.03)
+    assert unknown.steps_saved(bucket, 4) < known.steps_saved(bucket, 4)
+
+
 def slots_of(rows, tokens, rate):
     survival = Survival(7)
     rng = np.random.default_rng(0)

@@ -177,3 +177,43 @@ def test_text_that_changes_is_noticed_in_one_burst():
     trials = survival.num_trials
     survival.observe(np.zeros(1), some + 1, some, some, some, asked)
     assert survival.num_trials > trials
+
+
+def bursts_of(rates_of, num_bursts=60):
+    """Shows bursts of new batches of 8 rows; returns what may still differ of a row unseen."""
+    survival = Survival(1)
+    rng = np.random.default_rng(0)
+    asked = np.ones(8, int)
+    for number in range(num_bursts):
+        requests, rates = np.arange(8) + 8 * (number // 4), rates_of(number // 4)
+        stands = (rng.uniform(size=(4, 8)) < rates).astype(int)
+        ones = np.ones((4, 8), int)
+        survival.observe(requests, stands + 1, stands, ones, ones, asked)
+    return survival
+
+
+def test_how_much_rows_differ_is_learned_from_rows():
+    unseen = np.array([-1])
+    at_first = Survival(1).doubts(unseen)[0]
+    alike = bursts_of(lambda batch: np.full(8, 0.6))
+    differ = bursts_of(lambda batch: np.random.default_rng(batch).choice([0.2, 1.0], 8))
+    assert at_first == pytest.approx(np.sqrt(PRIOR_RATE * (1 - PRIOR_RATE) / 9))
+    assert alike.doubts(unseen)[0] < 0.5 * at_first
+    assert differ.doubts(unseen)[0] == pytest.approx(0.4, abs=0.1)
+    # Trials of a row tell of it, and one row tells nothing of others.
+    assert differ.doubts(np.array([8 * 14]))[0] < 0.5 * differ.doubts(unseen)[0]
+    alone = Survival(1)
+    burst(alone, [0.5], asked=1)
+    assert alone.doubts(unseen)[0] == pytest.approx(at_first, rel=0.2)
+
+
+def test_how_much_rows_differ_is_kept():
+    differ = bursts_of(lambda batch: np.random.default_rng(batch).choice([0.2, 1.0], 8))
+    record, unseen = differ.to_record(), np.array([-1])
+    again = Survival.of_record(record, 1)
+    assert again.doubts(unseen)[0] == pytest.approx(differ.doubts(unseen)[0], rel=0.1)
+    del record["pairs"]  # as of records of before
+    assert Survival.of_record(record, 1).doubts(unseen)[0] < again.doubts(unseen)[0]
+    for pairs in ([1.0], "no", [np.nan, 1.0], [1.0, -1.0], [1e30, 1e30], None):
+        with pytest.raises(ValueError, match="no acceptance"):
+            Survival.of_record(record | {"pairs": pairs}, 1)
