@@ -28,6 +28,7 @@ from specjax.bench import embedded, measuring
 from specjax.bench.command import parameters_of
 from specjax.bench.widen import widen
 from specjax.bench.widen_heads import widen_head
+from specjax.config.rules import VERIFICATION_RULES
 from specjax.decode.decoder import MOST_DRAFTING
 from specjax.drafters.head_specs import EagleDrafter
 from specjax.drafters.loading import is_head
@@ -240,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
     parser.add_argument(
         "--verification",
-        choices=("seeded", "delta", "rejection", "block", "traversal"),
+        choices=[rule for rule in VERIFICATION_RULES if rule != "greedy"],
         help="the rule above temperature 0 (default: seeded)",
     )
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
@@ -253,6 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     narrow = specjax.load_model("demo")
     target = narrow if options.widen is None else widen(narrow, options.widen)
     contenders = contenders_of(options.drafters, options.head, narrow, target)
+    if not contenders:
+        parser.error("there is nothing to measure; give --drafters or --head.")
     figures = {}
     for temperature in options.temperatures:
         for batch in options.batches:

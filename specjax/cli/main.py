@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     stderr, results to stdout.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if sys.stdout is None or sys.stderr is None:  # said where the other is open
+    if sys.stdout is None or sys.stderr is None:
+        # The next file that is opened would take its place, and what libraries write would go
+        # there. With file=None, where stderr is the closed one, print takes stdout.
         print(
             "specjax: error: stdout or stderr is closed; send it somewhere, as to /dev/null.",
             file=sys.stderr,

@@ -42,6 +42,7 @@ from specjax.training.texts import TextBatch, compacted
 from specjax.types import DecoderParams
 
 MOST_TOKENS = 2048  # of a text, where none is said
+TOLD_ROWS = 4  # texts along which the policy of K is told what the drafter is accepted for
 
 
 class AdapterState(NamedTuple):
@@ -130,8 +131,7 @@ class DrafterAdapter:
         learning.check_seed(seed)
         if below is not None and not (is_number(below) and 0 <= below <= 1):
             raise ValueError(f"{below=!r} must be a share of accepted drafts, from 0 to 1.")
-        if not isinstance(optimizer, optax.GradientTransformation):
-            raise TypeError(f"optimizer is {optimizer!r:.100}; expected one of optax.")
+        learning.check_is_optimizer(optimizer)
         self._decoder, self._optimizer = decoder, optimizer
         self._learner = _learner_of(decoder, depth, objective)
         self._every, self._below = every, below
@@ -183,7 +183,8 @@ class DrafterAdapter:
     ) -> tuple[AdapterState, AdapterStats]:
         """Takes in what the policy sampled, and lets the drafter learn from it.
 
-        It runs outside jit. Steps with batches of any shape share one executable.
+        It runs outside jit. Steps with batches of any shape, sampled at one temperature, share one
+        executable.
 
         Args:
           params: weights of the policy that the drafter is to follow: those of the next rollout,
@@ -274,11 +275,12 @@ class DrafterAdapter:
         (own, opt_state), (values, applied, sums) = jax.lax.scan(
             update, (learned, opt_state), (drawn, keys)
         )
-        own, first = own | fixed, jax.tree.map(lambda each: each[0], (sums, drawn))
+        own, before = own | fixed, jax.tree.map(lambda each: each[0], sums)
         objective = dataclasses.replace(learner.objective, temperature=temperature)
         as_sampled = dataclasses.replace(learner, objective=objective)
-        after = as_sampled.loss(own, policy, first[1], None)[1]
-        return own, opt_state, jnp.mean(values), jnp.any(applied), first[0], after
+        told = jax.tree.map(lambda each: each[0, :TOLD_ROWS], drawn)
+        after = as_sampled.loss(own, policy, told, None)[1]
+        return own, opt_state, jnp.mean(values), jnp.any(applied), before, after
 
 
 def draft_loss(

@@ -26,8 +26,8 @@ class Figures:
       overlap: mean of sum min(p, q): accepted by rejection sampling.
       accepted: mean chance of acceptance under the rule `seeded`, if the target wrote the text.
       greedy_survival, sampled_survival, law_survival: chance that a draft token and all before it
-        are accepted in a step, at temperature 0, under `seeded`, and under rules that compare
-        distributions; see `objective.Chains`.
+        are accepted in a step, at temperature 0, under `seeded`, and, as an approximation, under
+        rules that compare distributions; see `objective.Chains`.
       num_drafts: draft tokens.
     """
 
@@ -62,17 +62,17 @@ class Figures:
 
 def add(total: Sums | None, more: Sums) -> Sums:
     """Returns sums over two batches; None is an empty one."""
-    more = jax.tree.map(_wide, more)
+    more = _on_host(more)
     return more if total is None else jax.tree.map(np.add, total, more)
 
 
-def _wide(x: Any) -> np.ndarray:
-    return np.asarray(x, np.float64)
+def _on_host(sums: Sums) -> Sums:
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), jax.device_get(sums))
 
 
 def figures_of(sums: Sums) -> Figures:
     """Returns the means; 0 where there was nothing to draft."""
-    sums = jax.tree.map(_wide, jax.device_get(sums))
+    sums = _on_host(sums)
     mean = lambda of: tuple((of / np.maximum(sums.count, 1.0)).tolist())
     return Figures(
         loss=mean(sums.loss),
@@ -94,7 +94,8 @@ def survival(sums: Sums, ways: Iterable[tuple[int, float]]) -> tuple[float, ...]
       ways: (rule of verification, temperature) of the texts, over which the mean is taken; rules
         of another acceptance are left out.
     """
-    found = [_chains_by(jax.tree.map(_wide, sums), *way) for way in ways]
+    sums = _on_host(sums)
+    found = [_chains_by(sums, *way) for way in ways]
     known = [each for each in found if each is not None]
     if not known:
         return ()

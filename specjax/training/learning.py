@@ -156,6 +156,14 @@ def check_seed(seed: Any) -> None:
         raise ValueError(f"{seed=!r} must be a whole number of at least 0 and below 2**63.")
 
 
+def check_is_optimizer(optimizer: Any) -> None:
+    """Raises TypeError for what is no optimiser of optax."""
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"optimizer is {optimizer!r:.100}; expected an optax.GradientTransformation."
+        )
+
+
 def check_optimizer(optimizer: optax.GradientTransformation, params: Params) -> None:
     """Raises ValueError for an optimiser whose updates have not the form of the weights, whose
     state changes its form, or which needs more than gradients and weights.
@@ -169,7 +177,7 @@ def check_optimizer(optimizer: optax.GradientTransformation, params: Params) -> 
     except TypeError as error:
         raise ValueError(
             f"the optimizer does not update by gradients and weights alone ({error}); give another "
-            "of optax."
+            "optimizer."
         ) from error
     form = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
     if form(state) != form(after):

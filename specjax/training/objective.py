@@ -49,8 +49,9 @@ class Objective:
       temperature: of the text that will be drafted for, above 0: p and q are softmax of logits over
         it, but in `likeliest` and `text`, where it is 1.
       decay: the losses of draft token s weigh decay**s.
-      accepted: of the expected number of accepted tokens, which is taken over whole chains, each
-        by how likely a step begins with it, and ignores `decay`.
+      accepted: of the expected share of accepted tokens, of as many as a chain has. It is taken
+        over whole chains, each by how likely a step begins with it, and ignores `decay`. The
+        gradient takes how likely steps begin as given.
       confidence: of the cross-entropy between a confidence head and 1 - overlap.
     """
 
@@ -106,7 +107,8 @@ class Sums(NamedTuple):
       overlap: sum min(p, q).
       accepted: A, see the module.
       greedy, sampled, by_law: of chains that are kept while they agree, are accepted, or overlap;
-        the last is an approximation, for whether a token is rejected depends on the text's.
+        the last is an approximation: rejection sampling keeps a draft token that is also the
+        text's with another chance than the overlap.
     """
 
     count: Any

@@ -140,6 +140,11 @@ def _check_run(path: Path, said: dict[str, Any]) -> None:
     """Writes what a run depends on, or compares it with what is there."""
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
+        if before.get("figures") != said.get("figures"):
+            raise ValueError(
+                f"{path.parent} holds a run of another version of specjax, in which acceptance "
+                "lengths meant something else; give another folder."
+            )
         if before != said:
             names = [name for name in said if before.get(name) != said[name]]
             raise ValueError(

@@ -75,8 +75,7 @@ class Adapt:
     seed: int = 0
 
     def __post_init__(self):
-        if not isinstance(self.optimizer, optax.GradientTransformation):
-            raise TypeError(f"optimizer is {self.optimizer!r:.100}; expected one of optax.")
+        learning.check_is_optimizer(self.optimizer)
         if self.objective is not None and not isinstance(self.objective, Objective):
             raise TypeError(f"objective is {self.objective!r:.100}; expected a training.Objective.")
         least = {"every_tokens": 1, "rows": 1, "length": 8, "replay": 2, "idle_steps": 0}

@@ -34,6 +34,7 @@ from specjax.training.run_store import Look, RunMemory, RunStore
 from specjax.training.texts import TextBatch
 
 RATES = {"muon": 0.02, "adamw": 1e-3}  # peaks, where none is given
+FIGURES = "by step"  # what the acceptance lengths of looks mean; runs of another are refused
 DATA = "data"  # the axis of a mesh that texts are split over
 
 
@@ -187,9 +188,10 @@ def train(
       The drafter, in the dtype of the target's weights, and what held-out text said of it.
 
     Raises:
+      TypeError: an argument is of another type.
       ValueError: the kind or an option does not exist, the text is of another vocabulary or longer
-        than the target's context, the kind cannot draft so deep, the target gives NaN, or the
-        folder holds the run of other arguments.
+        than the target's context, the kind cannot draft so deep, the optimizer needs more than
+        gradients and weights, the target gives NaN, or the folder holds the run of other arguments.
     """
     config = config or TrainingConfig()
     if not isinstance(target, Model) or not isinstance(text, TrainingText):
@@ -206,18 +208,14 @@ def train(
         config = config.going_on()
     target_ids = _target_ids(learner, training)
     sizes = {target.config.vocab_size, getattr(learner.config, "vocab_size", 0)}
-    if optimizer is None:
-        used = config.transformation(sizes)
-    elif isinstance(optimizer, optax.GradientTransformation):
-        used = optimizer
-    else:
-        raise TypeError(f"optimizer is {optimizer!r:.100}; expected one of optax.")
+    used = config.transformation(sizes) if optimizer is None else optimizer
+    learning.check_is_optimizer(used)
     run = _Run(learner, config, used, target.params)
     said = _said(learner, config, target, given, optimizer, training, looked_at)
-    store = RunStore(folder, said)
     state = learning.begin(learner, run.optimizer, target.params, config.seed, target_ids, given)
     learning.check_optimizer(run.optimizer, learning.split(state.params)[0])
     memory = RunMemory.of(jax.device_put(state, _mesh_sharding(target.params, None)))
+    store = RunStore(folder, said)
     bar = Progress(progress)
     try:
         memory = store.restore(memory)
@@ -247,7 +245,7 @@ class _Run:
         total: Sums | None = None
         for batch in text.in_order(self.config.rows):
             found = learning.evaluate(self.learner, params, self.target_params, self.placed(batch))
-            total = figures.add(total, jax.device_get(found))
+            total = figures.add(total, found)
         assert total is not None
         value = float(value_of(self.learner.objective, total))
         return value, figures.figures_of(total)
@@ -426,10 +424,6 @@ def _check_text(text: TrainingText, target: Model, config: TrainingConfig) -> No
             f"rows={config.rows} must be a multiple of the {rows} parts that the mesh's axis "
             f'"{DATA}" splits texts over.'
         )
-
-
-# What looks say of a drafter: chains by how likely a step begins with them.
-FIGURES = "by step"
 
 
 def _said(

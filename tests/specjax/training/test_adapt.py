@@ -420,7 +420,7 @@ def test_what_cannot_be_is_refused(target, head):
         _engine(target, head, adapt=optax.adam(0.1))
     with pytest.raises(ValueError, match=r"of a device that has .*; lower replay or length"):
         _engine(target, head, adapt=_adapt(replay=10**10))
-    with pytest.raises(TypeError, match="expected one of optax"):
+    with pytest.raises(TypeError, match="expected an optax"):
         specjax.Adapt(0.1)
     with pytest.raises(ValueError, match=r"max_share=1.5 must be above 0 and at most 1"):
         _adapt(max_share=1.5)

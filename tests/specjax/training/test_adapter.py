@@ -363,7 +363,7 @@ def test_what_is_no_state_no_rollout_or_traced_is_refused(policy, decoder, adapt
         adapter.step(policy.params, policy.params, batch)
     with pytest.raises(TypeError, match="outside jit"):
         jax.jit(lambda b: adapter.step(adapter.init(), policy.params, b)[1].loss)(batch)
-    with pytest.raises(TypeError, match="expected one of optax"):
+    with pytest.raises(TypeError, match="expected an optax"):
         DrafterAdapter(decoder, None)
     with pytest.raises(TypeError, match=r"expected a training\.Objective"):
         DrafterAdapter(decoder, optax.sgd(0.1), objective="accepted")

@@ -151,10 +151,14 @@ def test_a_drafter_goes_on_learning(target, text, kind):
         train(target, text, config=CONFIG, start=first.drafter, head={"num_layers": 2})
 
 
-def test_what_is_no_optimizer_is_refused(target, text):
+def test_what_is_no_optimizer_is_refused(target, text, tmp_path):
     for wrong in ("adam", 0):
-        with pytest.raises(TypeError, match="expected one of optax"):
-            train(target, text, config=CONFIG, optimizer=wrong)
+        with pytest.raises(TypeError, match=r"expected an optax\.GradientTransformation"):
+            train(target, text, config=CONFIG, optimizer=wrong, folder=tmp_path)
+    needs_loss = optax.contrib.reduce_on_plateau()
+    with pytest.raises(ValueError, match="does not update by gradients and weights alone"):
+        train(target, text, config=CONFIG, optimizer=needs_loss, folder=tmp_path)
+    assert not list(tmp_path.iterdir())  # the folder is there for another try
 
 
 def test_a_run_whose_figures_meant_something_else_is_refused(target, text, tmp_path):
@@ -163,7 +167,7 @@ def test_a_run_whose_figures_meant_something_else_is_refused(target, text, tmp_p
     said = json.loads(path.read_text())
     del said["figures"]
     path.write_text(json.dumps(said))
-    with pytest.raises(ValueError, match="a run with another figures"):
+    with pytest.raises(ValueError, match="of another version of specjax, in which acceptance"):
         train(target, text, config=CONFIG, folder=tmp_path)
 
 
