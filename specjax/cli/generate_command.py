@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from specjax.models.base import Model
 
 DEFAULT_MODEL = "demo"
-EMBEDDED_K = 4  # draft tokens of the embedded pair
+# Draft tokens of the embedded pair: up to temperature WARM, and above it. With the token before
+# them they are 8 and 4, which products of a CPU are padded to.
+EMBEDDED_K, EMBEDDED_WARM_K, WARM = 7, 3, 0.5
 _ENGINE_OPTIONS = {
     "page_size": "tokens per page of keys and values (default: chosen by device and model)",
     "num_pages": "pages in all (default: what the prompts need)",
@@ -204,7 +206,9 @@ def _of_embedded_pair(
     if is_asked or arguments.model != DEFAULT_MODEL:
         return config
     depth = arguments.num_speculative_tokens
-    depth = EMBEDDED_K if depth is None else depth
+    if depth is None:
+        is_warm = sampling_arguments.given_options(arguments).get("temperature", WARM) > WARM
+        depth = EMBEDDED_WARM_K if is_warm else EMBEDDED_K
     return dataclasses.replace(config, policy="fixed", num_speculative_tokens=depth)
 
 

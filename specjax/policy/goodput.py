@@ -65,7 +65,7 @@ ASK_LATE, LATE_SHARE, LATE_S = 4, 0.03, 30.0
 LEAST_APART_S = 0.25  # plain decoding between routine probes that draft
 PLAIN_SHARE = 0.005  # fraction of drafting seconds that a probe of plain decoding may lose
 # Longest burst that drafts: acceptance may fall while it runs.
-MOST_DRAFTING_S = 0.25
+MOST_DRAFTING_S = 0.5
 # Least charge for a probe, as a fraction of the seconds that its steps would take in the best
 # bucket: the prediction may be wrong.
 LEAST_LOST = 0.12

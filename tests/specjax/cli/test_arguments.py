@@ -78,6 +78,28 @@ def test_which_drafter(argv, method, model):
     assert (config.method, config.model) == (method, model)
 
 
+@pytest.mark.parametrize(
+    ("argv", "policy", "depth"),
+    [
+        ([], "fixed", 7),
+        (["--temperature", "0"], "fixed", 7),
+        (["--temperature", "0.8"], "fixed", 3),
+        (["--temperature", "0.8", "--num-speculative-tokens", "2"], "fixed", 2),
+        (["--model", "folder"], None, None),
+        (["--drafter", "demo"], None, None),
+        (["--speculative-config", '{"method": "ngram"}'], None, None),
+    ],
+)
+def test_one_text_of_the_embedded_model_is_drafted_at_once(argv, policy, depth):
+    arguments = parse("hello", *argv)
+    before = generate_command.speculation_config(arguments)
+    after = generate_command._of_embedded_pair(arguments, before)
+    if policy is None:
+        assert after == before
+    else:
+        assert (after.policy, after.num_speculative_tokens) == (policy, depth)
+
+
 def test_options_win_over_speculative_config():
     json = '{"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 3}'
     arguments = parse("x", "--speculative-config", json, "--num-speculative-tokens", "2")
