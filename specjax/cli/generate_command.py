@@ -19,6 +19,7 @@ from specjax.cli import (
     terminal,
 )
 from specjax.cli.parser import layer_ids
+from specjax.config.checks import is_number
 from specjax.config.engine import ACTIVATION_DTYPES, KV_CACHE_DTYPES, NUMERICS, EngineConfig
 from specjax.config.names import BY_NAME, DRAFTERS, NO_DRAFTER, check_drafter
 from specjax.config.rules import VERIFICATION_RULES
@@ -34,6 +35,7 @@ DEFAULT_MODEL = "demo"
 # Draft tokens of the embedded pair: up to temperature WARM, and above it. With the token before
 # them they are 8 and 4, which products of a CPU are padded to.
 EMBEDDED_K, EMBEDDED_WARM_K, WARM = 7, 3, 0.5
+EMBEDDED_TEMPERATURE = 0.5  # where none is given: of its generation_config.json
 _ENGINE_OPTIONS = {
     "page_size": "tokens per page of keys and values (default: chosen by device and model)",
     "num_pages": "pages in all (default: what the prompts need)",
@@ -158,7 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
     speculation = speculation_config(arguments)
     comparison.check(arguments, speculation)
     if len(entries) == 1 and getattr(arguments, "n", 1) == 1:
-        speculation = _of_embedded_pair(arguments, speculation)
+        speculation = _of_embedded_pair(arguments, entries[0], speculation)
     engine = engine_config(arguments)
     status = terminal.Status()
     try:
@@ -195,7 +197,7 @@ def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
 
 
 def _of_embedded_pair(
-    arguments: argparse.Namespace, config: SpeculationConfig
+    arguments: argparse.Namespace, entry: prompts.PromptEntry, config: SpeculationConfig
 ) -> SpeculationConfig:
     """Returns a config that drafts from the first step on, for one prompt of the embedded model.
 
@@ -207,7 +209,9 @@ def _of_embedded_pair(
         return config
     depth = arguments.num_speculative_tokens
     if depth is None:
-        is_warm = sampling_arguments.given_options(arguments).get("temperature", WARM) > WARM
+        given = sampling_arguments.given_options(arguments) | dict(entry.sampling)
+        temperature = given.get("temperature", EMBEDDED_TEMPERATURE)
+        is_warm = is_number(temperature) and temperature > WARM
         depth = EMBEDDED_WARM_K if is_warm else EMBEDDED_K
     return dataclasses.replace(config, policy="fixed", num_speculative_tokens=depth)
 

@@ -84,7 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "sampling",
         '"the model\'s" is what its generation_config.json says; the embedded model samples at '
-        "temperature 0.8.",
+        "temperature 0.5.",
     )
     for option in OPTIONS:
         default = getattr(DEFAULTS, option.field)

@@ -778,6 +778,8 @@ class Goodput:
     def _worth_s(self, other: _Candidate, num_steps: int, best: _Candidate, load: Load) -> float:
         """Returns the seconds in which `best` brings the end as near as some steps of `other`.
 
+        As a rule by tokens, fewer of which count where rows end apart.
+
         In plain decoding, rows that drafted for a few steps keep what they are ahead. If none
         comes after them, the end is nearer by what the last row gained.
         """

@@ -46,7 +46,7 @@ class RankedSlots:
         self._urgency = np.asarray(urgency) if len(urgency) else np.ones(len(requests))
         self._of_rates, self._presence = survival.of_rates, survival.presence()
         self._rates, self._caps, self._left = survival.rates(requests), caps, left
-        self._doubts = survival.doubts(requests)
+        self._doubts_of = functools.partial(survival.doubts, requests)
         self._depths = list(depths)
         some = slice(None)
         if len(self._rates) > MOST_RANKED:
@@ -101,40 +101,43 @@ class RankedSlots:
         """Returns the factor, 0 to 1, by which uneven rows slow a batch that is not refilled.
 
         Rows that draft end at different steps, by luck and because some are harder than others,
-        which shows late. A step costs as much as before while only the last row runs. Slots by
-        rank leave hard rows out once they show, and go where the end is far.
+        which shows late. A step costs as much as before while only the last row runs. For slots
+        by rank, luck alone counts: they go where the end is far. That rates them too high where
+        texts differ much.
         """
         depth = bucket.num_speculative_tokens
         if not depth or not len(self._left):
             return 1.0
-        return self._togetherness[bucket.max_drafts is None][depth - 1]
+        alike, differing = self._togetherness
+        return (differing if bucket.max_drafts is None else alike)[depth - 1]
 
     def steps_saved(self, bucket: Bucket, num_steps: int) -> float:
         """Returns by how many steps of plain decoding a few steps bring the end of a batch nearer
         that is not refilled, and decodes plainly after them.
 
-        The last row counts, not the sum of all: what another row gained is lost. Slots by rank
-        count as if every row had all of its K.
+        The last row counts, not the sum of all: what another row gained is lost. Of slots by rank
+        every row is taken to have its part.
         """
         assert len(self._left), "a batch that is refilled has no last row"
         at = bucket.num_speculative_tokens - 1
-        tokens, variance, doubts = (of[:, at] for of in self._of_steps)
-        left = self._left - num_steps * tokens
-        spread = np.sqrt(num_steps * variance + (num_steps * doubts) ** 2)
+        tokens, variance, less = (of[:, at] for of in self._of_steps)
+        part = bucket.num_slots / (bucket.rows * bucket.num_speculative_tokens)
+        left = self._left - num_steps * (1 + part * (tokens - 1))
+        spread = part * np.sqrt(num_steps * variance + (num_steps * less) ** 2)
         last = left.argmax()
         is_close = left > left[last] - spread[last]
         end = left[last] + _expected_maximum(is_close.sum()) * spread[last]
-        # A step commits a token of every row at least.
-        return float(max(self._left.max() - end, num_steps))
+        # A step commits a token of every row at least, and none beyond its end.
+        most = float(self._left.max())
+        return min(max(most - float(end), num_steps), most)
 
     @functools.cached_property
     def _of_steps(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """By row and K from 1: expected tokens of a step, their variance from step to step, and
         by how much a row's expected tokens may be less; f64[rows, depth] each."""
-        every = slice(None)
+        every, lower = slice(None), self._rates - self._doubts_of(self._rates)
         stand, less = (
-            np.multiply(*self._slots_of(rates, every))
-            for rates in (self._rates, (self._rates - self._doubts).clip(0.0))
+            np.multiply(*self._slots_of(rates, every)) for rates in (self._rates, lower.clip(0.0))
         )
         tokens = 1 + stand.cumsum(axis=1)
         odd = 1 + 2 * np.arange(stand.shape[1])
@@ -142,22 +145,23 @@ class RankedSlots:
         return tokens, variance, (stand - less).cumsum(axis=1)
 
     @functools.cached_property
-    def _togetherness(self) -> dict[bool, list[float]]:
-        """By whether rows may differ by more than is known of them, and K from 1: largest expected
-        steps of a row over expected steps of the last row."""
-        return {differ: self._togetherness_of(differ) for differ in (False, True)}
-
-    def _togetherness_of(self, differ: bool) -> list[float]:
-        tokens, variance, doubts = self._of_steps
+    def _togetherness(self) -> tuple[list[float], list[float]]:
+        """By K from 1, largest expected steps of a row over expected steps of the last row: of rows
+        as they are expected to be, and of rows that may differ from that."""
+        tokens, variance, less = self._of_steps
         steps = self._left[:, None] / tokens
-        spread = np.sqrt(steps * variance + differ * (steps * doubts) ** 2) / tokens
+        luck = steps * variance / tokens**2
+        harder = steps * less / tokens
         most = steps.argmax(axis=0), np.arange(tokens.shape[1])
-        is_close = steps > steps[most] - spread[most]
-        last = _expected_maximum(is_close.sum(axis=0))
         # The last step of a row may commit more tokens than it needed.
-        needless = (variance / tokens**2 + 1 - 1 / tokens) / 2
-        late = last * spread[most] + needless[most]
-        return (steps[most] / (steps[most] + late)).tolist()
+        needless = (variance / tokens**2 + 1 - 1 / tokens)[most] / 2
+
+        def of_last(spread: np.ndarray) -> list[float]:
+            is_close = steps > steps[most] - spread[most]
+            late = _expected_maximum(is_close.sum(axis=0)) * spread[most] + needless
+            return (steps[most] / (steps[most] + late)).tolist()
+
+        return of_last(np.sqrt(luck)), of_last(np.sqrt(luck + harder**2))
 
     def likeliest(self, bucket: Bucket) -> np.ndarray:
         """Returns the number of a bucket's slots that each row gets, i64[rows]."""

@@ -23,7 +23,9 @@ PRIOR_RATE = 0.7  # acceptance rate before any trial
 PRIOR_TRIALS = 4.0  # weight of the prior rate
 PROFILE_TRIALS = 16.0  # weight of the previous position's profile in that of a position
 ROW_TRIALS = 8.0  # weight of the mean rate of all rows in that of a row
-SPREAD_TRIALS = 256.0  # weight, in pairs of trials of a row, of how much rates differ at first
+# How much rates differ between rows: weight of what is thought at first, and how much averages
+# remember, both in bursts of a row.
+SPREAD_BURSTS, SPREAD_WINDOW = 4.0, 512.0
 WINDOW = 1024.0  # trials that averages over all rows remember
 ROW_WINDOW = 256.0  # trials that the averages of one row remember
 MOST_RATE = 0.999
@@ -32,7 +34,7 @@ MOST_RATE = 0.999
 SURPRISE, LEFT_TRIALS = 4.0, 4.0
 MOST_TRIALS, MOST_DEPTH = 1e9, 2**10  # limits of a record
 # Weights of an earlier run's acceptance, and of how much it differed between rows.
-KEPT_TRIALS, KEPT_PAIRS = 64.0, 16 * SPREAD_TRIALS
+KEPT_TRIALS, KEPT_PAIRS = 64.0, 64.0
 
 
 class Survival:
@@ -49,8 +51,8 @@ class Survival:
         self._asked, self._proposed = np.zeros((2, depth))
         # Trials weighted by profile, and accepted tokens: of all rows, and by request.
         self._all = np.zeros(2)
-        # Of pairs of a row's trials in a burst and before it: the product of what each was above
-        # the mean of all rows, and their number. Luck cancels, what is the row's own stays.
+        # Of a row's rates in a burst and before it: the product of what each was above the mean of
+        # all rows, and the weight of such pairs. Luck cancels, what is the row's own stays.
         self._pairs = np.zeros(2)
         self._by_request = _ByRequest()
 
@@ -59,7 +61,9 @@ class Survival:
         record = {name: getattr(self, f"_{name}").tolist() for name in (*_KEPT, "pairs")}
         tried, stood = record["all"]
         # Trials are weighted by profile, so accepted tokens may exceed them after a lucky burst.
-        return record | {"all": [tried, min(stood, tried)]}
+        product, weight = record["pairs"]
+        product = min(max(product, -weight), weight)
+        return record | {"all": [tried, min(stood, tried)], "pairs": [product, weight]}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any], depth: int) -> Survival:
@@ -72,24 +76,24 @@ class Survival:
         try:
             kept = {name: np.array(record[name], float) for name in _KEPT}
             # Records of before have none.
-            product, count = map(float, record.get("pairs", (0.0, 0.0)))
+            product, weight = np.array(record.get("pairs", (0.0, 0.0)), float)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{reprlib.repr(record)} is no acceptance: {error!r}.") from None
         values = np.concatenate([each.ravel() for each in kept.values()])
         is_sound = bool(np.all((values >= 0) & (values < MOST_TRIALS)))
         is_sound &= max(each.size for each in kept.values()) <= MOST_DEPTH
-        is_sound &= abs(product) < MOST_TRIALS**2 and 0 <= count < MOST_TRIALS**2
+        is_sound &= bool(abs(product) <= weight < MOST_TRIALS)
         if not is_sound or kept["all"].shape != (2,) or kept["all"][1] > kept["all"][0]:
             raise ValueError(f"{reprlib.repr(record)} is no acceptance.")
         of_rates = min(KEPT_TRIALS / max(kept["all"][0], 1.0), 1.0)
         of_presence = min(KEPT_TRIALS / max(kept["asked"].max(initial=0.0), 1.0), 1.0)
         survival._all = kept.pop("all") * of_rates
-        survival._pairs = np.array([product, count]) * min(KEPT_PAIRS / max(count, 1.0), 1.0)
+        survival._pairs = np.array([product, weight]) * min(KEPT_PAIRS / max(weight, 1.0), 1.0)
         for name, figures in kept.items():
             own = getattr(survival, f"_{name}")
-            count = min(len(own), figures.size)
+            size = min(len(own), figures.size)
             scale = of_presence if name in ("asked", "proposed") else of_rates
-            own[:count] = figures.ravel()[:count] * scale
+            own[:size] = figures.ravel()[:size] * scale
         return survival
 
     def observe(
@@ -129,7 +133,7 @@ class Survival:
     def expect(self, survival: Sequence[float], num_trials: float = KEPT_TRIALS) -> None:
         """Replaces what was known of acceptance: the drafter is another one from now on.
 
-        How often a drafter proposes tokens at all is kept.
+        How often a drafter proposes tokens at all is kept, and how much texts differ.
 
         Args:
           survival: of the draft tokens of a path, from the first on; positions past them take the
@@ -179,14 +183,15 @@ class Survival:
         tried, stood = self._by_request.get(requests).T
         return (stood + ROW_TRIALS * mean) / (tried + ROW_TRIALS)
 
-    def doubts(self, requests: Any) -> np.ndarray:
-        """Returns by how much the rates of rows may differ from `rates`, f64[rows]: standard
-        deviations, which trials of a row lower."""
-        rates = self.rates(requests).clip(1 - MOST_RATE, MOST_RATE)
-        of_trial = rates * (1 - rates)
-        product, count = self._pairs
-        at_first = SPREAD_TRIALS * of_trial / (ROW_TRIALS + 1)
-        between_rows = np.maximum(product + at_first, 0.0) / (count + SPREAD_TRIALS)
+    def doubts(self, requests: Any, rates: np.ndarray) -> np.ndarray:
+        """Returns by how much the rates of rows may differ from `rates(requests)`, f64[rows]:
+        standard deviations, which trials of a row lower."""
+        rates = rates.clip(1 - MOST_RATE, MOST_RATE)
+        of_trial = rates * (1 - rates)  # no more can rates of this mean differ
+        product, weight = self._pairs
+        at_first = SPREAD_BURSTS * of_trial / (ROW_TRIALS + 1)
+        between_rows = (product + at_first) / (weight + SPREAD_BURSTS)
+        between_rows = between_rows.clip(0.0, of_trial)
         tried, _ = self._by_request.get(requests).T
         return np.sqrt(between_rows / (1 + tried * between_rows / of_trial))
 
@@ -248,18 +253,19 @@ class Survival:
 
     def _observe_pairs(self, before: np.ndarray, new: np.ndarray) -> None:
         """Adds how much rows differed alike before and now; f64[rows, 2], trials and accepted."""
-        pairs = before[:, 0] * new[:, 0]
-        num_rows = np.count_nonzero(pairs)
-        if num_rows < 2:
+        is_pair = (before[:, 0] > 0) & (new[:, 0] > 0)
+        if np.count_nonzero(is_pair) < 2:
             return
-        above = [
-            figures[:, 1] - figures[:, 0] * (figures[:, 1].sum() / figures[:, 0].sum())
-            for figures in (before[pairs > 0], new[pairs > 0])
-        ]
-        # The rows are part of the mean that they are compared with.
-        product = float(np.dot(*above)) * num_rows / (num_rows - 1)
-        self._pairs *= math.exp(-float(new[:, 0].sum()) / WINDOW)
-        self._pairs += product, float(pairs.sum())
+        # Few trials weigh little. The rows are part of the means that they are compared with, so
+        # less than their own part is expected of them.
+        tried, stood = np.stack([before[is_pair], new[is_pair]]).transpose(2, 0, 1)
+        weights, kept = tried / (tried + ROW_TRIALS), stood / (tried + ROW_TRIALS)
+        sums = weights.sum(axis=1, keepdims=True)
+        above = kept - weights * (kept.sum(axis=1, keepdims=True) / sums)
+        (one, other), own = weights / sums, weights.prod(axis=0)
+        weight = float(own @ (1 - one - other + one @ other))
+        self._pairs *= math.exp(-weight / SPREAD_WINDOW)
+        self._pairs += float(above.prod(axis=0).sum()), weight
 
 
 _KEPT = ("stood", "expected", "asked", "proposed", "all")

@@ -2,13 +2,15 @@
 
 import dataclasses
 import io
+import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from specjax import SamplingParams
+from specjax import SamplingParams, demo
 from specjax.api.requests import default_sampling
 from specjax.cli import generate_command, prompts, sampling_arguments
 from specjax.cli.main import build_parser, main
@@ -93,11 +95,25 @@ def test_which_drafter(argv, method, model):
 def test_one_text_of_the_embedded_model_is_drafted_at_once(argv, policy, depth):
     arguments = parse("hello", *argv)
     before = generate_command.speculation_config(arguments)
-    after = generate_command._of_embedded_pair(arguments, before)
+    (entry,) = prompts.collect(["hello"], None, is_chat=False)
+    after = generate_command._of_embedded_pair(arguments, entry, before)
     if policy is None:
         assert after == before
     else:
         assert (after.policy, after.num_speculative_tokens) == (policy, depth)
+
+
+def test_a_line_of_its_own_temperature_is_drafted_for_as_that(tmp_path):
+    arguments = parse("x")
+    config = generate_command.speculation_config(arguments)
+    for temperature, depth in (("1.0", 3), ("0", 7), ('"hot"', 7)):
+        path = write_lines(tmp_path, f'{{"prompt": "a", "temperature": {temperature}}}')
+        (entry,) = prompts.collect([], path, is_chat=False)
+        after = generate_command._of_embedded_pair(arguments, entry, config)
+        assert after.num_speculative_tokens == depth
+    stored = Path(demo.__file__).parent / "weights" / "target" / "generation_config.json"
+    own = json.loads(stored.read_text())["temperature"]
+    assert own == generate_command.EMBEDDED_TEMPERATURE
 
 
 def test_options_win_over_speculative_config():

@@ -663,8 +663,8 @@ def test_how_long_the_last_of_rows_that_are_not_refilled_takes(rows, tokens, rat
     per_step = 1 + slots.expected(bucket) / rows
     expected = tokens / per_step / slots.together(bucket)
     drawn = steps_of_the_last_row(rows, tokens, rate, depth)
-    # The rate was learned from some thousand draws itself.
-    assert expected == pytest.approx(drawn, rel=0.05)
+    # The rate was learned from some thousand draws itself, and so was how little rows differ.
+    assert expected == pytest.approx(drawn, rel=0.08)
     assert slots.together(Bucket(rows, 0)) == 1.0
 
 
@@ -686,13 +686,26 @@ def test_the_row_that_is_far_from_its_end_says_what_a_few_steps_save():
     assert slots.steps_saved(Bucket(4, 3), 4) == pytest.approx(alone)
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_no_step_saves_what_lies_beyond_the_end(rows):
+    slots = slots_of(rows, 4, 0.8)
+    assert slots.steps_saved(Bucket(rows, 7), 2) == 4
+    assert slots.steps_saved(Bucket(rows, 7), 6) == 4
+
+
+def test_slots_by_rank_save_less_the_fewer_they_are():
+    slots = slots_of(16, 60, 0.7)
+    few, many, every = (slots.steps_saved(Bucket(16, 3, n), 8) for n in (8, 32, None))
+    assert 8 <= few < many < every
+
+
 def test_rows_of_which_nothing_is_known_may_differ():
     """Those of which much is known may not, and slots by rank leave out hard rows."""
     known = slots_of(16, 96, 0.7)
     unknown = RankedSlots(Survival(7), np.arange(16), np.full(16, 9), ladder(7), np.full(16, 96))
     bucket, ranked = Bucket(16, 3), Bucket(16, 3, 16)
     assert unknown.together(bucket) < 0.93 * known.together(bucket)
-    assert unknown.together(ranked) == pytest.approx(known.together(ranked), rel=0.03)
+    assert unknown.together(ranked) > 1.05 * unknown.together(bucket)
     assert unknown.steps_saved(bucket, 4) < known.steps_saved(bucket, 4)
 
 
@@ -1114,6 +1127,17 @@ def test_what_is_drafted_first_is_best_over_all_that_acceptance_may_be(seconds, 
     decision = policy.choose(now)
     assert decision.num_speculative_tokens == 0
     assert decision.prepare == Bucket(1, expected)
+
+
+def test_of_a_probe_s_tokens_only_those_count_that_bring_the_end_nearer():
+    policy, now = trained(accepted=1, most=1), load(row_buckets=[1])
+    policy._charge = goodput._Charge(Bucket(1, 1), "hope_s", lost=0.1, rate=100.0, share=0.5)
+    plain = Decision(num_speculative_tokens=0, reason="test", row_bucket=1)
+    probe = dataclasses.replace(plain, num_speculative_tokens=1, reason="probe")
+    lost_s = policy.seconds_lost
+    policy.observe(outcome(now, probe, accepted=1, seconds=0.2, steps=8))  # half of 16 tokens
+    policy.observe(outcome(now, plain, seconds=0.08, steps=8))  # all of 8
+    assert policy.seconds_lost - lost_s == pytest.approx(0.02)
 
 
 def test_a_probe_is_charged_though_the_burst_before_it_is_read_back_later():

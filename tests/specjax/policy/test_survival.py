@@ -192,28 +192,42 @@ def bursts_of(rates_of, num_bursts=60):
     return survival
 
 
+def doubt(survival, requests):
+    return survival.doubts(requests, survival.rates(requests))[0]
+
+
 def test_how_much_rows_differ_is_learned_from_rows():
     unseen = np.array([-1])
-    at_first = Survival(1).doubts(unseen)[0]
+    at_first = doubt(Survival(1), unseen)
     alike = bursts_of(lambda batch: np.full(8, 0.6))
     differ = bursts_of(lambda batch: np.random.default_rng(batch).choice([0.2, 1.0], 8))
     assert at_first == pytest.approx(np.sqrt(PRIOR_RATE * (1 - PRIOR_RATE) / 9))
-    assert alike.doubts(unseen)[0] < 0.5 * at_first
-    assert differ.doubts(unseen)[0] == pytest.approx(0.4, abs=0.1)
+    assert doubt(alike, unseen) < 0.5 * at_first
+    assert doubt(differ, unseen) == pytest.approx(0.4, abs=0.1)
     # Trials of a row tell of it, and one row tells nothing of others.
-    assert differ.doubts(np.array([8 * 14]))[0] < 0.5 * differ.doubts(unseen)[0]
+    assert doubt(differ, np.array([8 * 14])) < 0.5 * doubt(differ, unseen)
     alone = Survival(1)
     burst(alone, [0.5], asked=1)
-    assert alone.doubts(unseen)[0] == pytest.approx(at_first, rel=0.2)
+    assert doubt(alone, unseen) == pytest.approx(at_first, rel=0.2)
 
 
 def test_how_much_rows_differ_is_kept():
     differ = bursts_of(lambda batch: np.random.default_rng(batch).choice([0.2, 1.0], 8))
     record, unseen = differ.to_record(), np.array([-1])
     again = Survival.of_record(record, 1)
-    assert again.doubts(unseen)[0] == pytest.approx(differ.doubts(unseen)[0], rel=0.1)
+    assert doubt(again, unseen) == pytest.approx(doubt(differ, unseen), rel=0.15)
     del record["pairs"]  # as of records of before
-    assert Survival.of_record(record, 1).doubts(unseen)[0] < again.doubts(unseen)[0]
-    for pairs in ([1.0], "no", [np.nan, 1.0], [1.0, -1.0], [1e30, 1e30], None):
+    assert doubt(Survival.of_record(record, 1), unseen) < doubt(again, unseen)
+    for pairs in (
+        [1.0],
+        "no",
+        [np.nan, 1.0],
+        [1.0, -1.0],
+        [1e17, 0.0],
+        [-1e17, 0.0],
+        "12",
+        [1e30, 1e30],
+        None,
+    ):
         with pytest.raises(ValueError, match="no acceptance"):
             Survival.of_record(record | {"pairs": pairs}, 1)
