@@ -19,7 +19,6 @@ from specjax.cli import (
     terminal,
 )
 from specjax.cli.parser import layer_ids
-from specjax.config.checks import is_number
 from specjax.config.engine import ACTIVATION_DTYPES, KV_CACHE_DTYPES, NUMERICS, EngineConfig
 from specjax.config.names import BY_NAME, DRAFTERS, NO_DRAFTER, check_drafter
 from specjax.config.rules import VERIFICATION_RULES
@@ -210,8 +209,7 @@ def _of_embedded_pair(
     depth = arguments.num_speculative_tokens
     if depth is None:
         given = sampling_arguments.given_options(arguments) | dict(entry.sampling)
-        temperature = given.get("temperature", EMBEDDED_TEMPERATURE)
-        is_warm = is_number(temperature) and temperature > WARM
+        is_warm = given.get("temperature", EMBEDDED_TEMPERATURE) > WARM
         depth = EMBEDDED_WARM_K if is_warm else EMBEDDED_K
     return dataclasses.replace(config, policy="fixed", num_speculative_tokens=depth)
 

@@ -106,7 +106,7 @@ def test_one_text_of_the_embedded_model_is_drafted_at_once(argv, policy, depth):
 def test_a_line_of_its_own_temperature_is_drafted_for_as_that(tmp_path):
     arguments = parse("x")
     config = generate_command.speculation_config(arguments)
-    for temperature, depth in (("1.0", 3), ("0", 7), ('"hot"', 7)):
+    for temperature, depth in (("1.0", 3), ("0", 7)):
         path = write_lines(tmp_path, f'{{"prompt": "a", "temperature": {temperature}}}')
         (entry,) = prompts.collect([], path, is_chat=False)
         after = generate_command._of_embedded_pair(arguments, entry, config)
