@@ -54,20 +54,18 @@ class RankedSlots:
             middles = np.arange(MOST_RANKED) + 0.5
             places = (middles * (len(self._rates) / MOST_RANKED)).astype(int)
             some = self._rates.argsort()[places]
-        self._survival, self._mass = self._slots(some)
+        self._survival, self._mass = self._slots(self._rates[some], some)
         self._order_of = self._survival * self._urgency[some][:, None]
         self._share = len(self._survival) / len(self._rates)
         gained = (self._survival * self._mass).sum(axis=0).cumsum() / self._share
         self._by_depth = [0.0, *gained.tolist()]
 
-    def _slots(self, rows: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the survival of each token of some rows, and how often it takes a slot.
+    def _slots(self, rates: np.ndarray, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the survival of each token of some rows of given rates, and how often it takes a
+        slot.
 
         f64[rows, depth] each.
         """
-        return self._slots_of(self._rates[rows], rows)
-
-    def _slots_of(self, rates: np.ndarray, rows: Any) -> tuple[np.ndarray, np.ndarray]:
         by_place = self._of_rates(rates)
         is_allowed = np.arange(by_place.shape[1]) < self._caps[rows][:, None]
         # A token that is not proposed takes no slot.
@@ -137,7 +135,7 @@ class RankedSlots:
         by how much a row's expected tokens may be less; f64[rows, depth] each."""
         every, lower = slice(None), self._rates - self._doubts_of(self._rates)
         stand, less = (
-            np.multiply(*self._slots_of(rates, every)) for rates in (self._rates, lower.clip(0.0))
+            np.multiply(*self._slots(rates, every)) for rates in (self._rates, lower.clip(0.0))
         )
         tokens = 1 + stand.cumsum(axis=1)
         odd = 1 + 2 * np.arange(stand.shape[1])
