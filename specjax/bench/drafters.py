@@ -135,6 +135,9 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Returns a row per contender and K: against plain decoding in the same round.
 
+    The default policy's choice is also compared with the best fixed K of its drafter, plain
+    decoding included: the one of the fewest seconds, of those in `depths`.
+
     Args:
       depths: values of K; 0 stands for the default policy's choice.
       has_shares: whether drafters' shares of a step are measured, with one more run per K.
@@ -151,18 +154,34 @@ def compare(
             call = work.call(cells[cell], cell[1] or None)
             if number:  # the first compiles
                 found[cell].append(call)
-    return [
-        _row(name, k, calls, found[PLAIN, 0], found.get((FREE, k)))
-        for (name, k), calls in found.items()
-        if name not in (PLAIN, FREE)
-    ]
+    plain = found[PLAIN, 0]
+    rows = []
+    for (name, k), calls in found.items():
+        if name in (PLAIN, FREE):
+            continue
+        row = _row(name, k, calls, plain, found.get((FREE, k)))
+        if not k:
+            fixed = {0: plain} | {k: found[name, k] for k in depths if k}
+            row |= _of_best(calls, fixed)
+        rows.append(row)
+    return rows
+
+
+def _seconds(calls: list[Call]) -> list[float]:
+    return [call.seconds for call in calls]
+
+
+def _of_best(calls: list[Call], fixed: dict[int, list[Call]]) -> dict[str, Any]:
+    """Returns the policy's speed over that of the fastest fixed K, round by round."""
+    best = min(fixed, key=lambda k: measuring.median(_seconds(fixed[k])))
+    of_best, least, most = measuring.ratio_interval(_seconds(fixed[best]), _seconds(calls))
+    return {"best_k": best, "of_best": of_best, "of_best_interval": [least, most]}
 
 
 def _row(
     name: str, k: int, calls: list[Call], plain: list[Call], free: list[Call] | None
 ) -> dict[str, Any]:
-    seconds = lambda several: [call.seconds for call in several]
-    faster, least, most = measuring.ratio_interval(seconds(plain), seconds(calls))
+    faster, least, most = measuring.ratio_interval(_seconds(plain), _seconds(calls))
     per_step = lambda several: [call.seconds / max(call.num_steps, 1) for call in several]
     share = None
     if free is not None and not name.endswith(TREE):
@@ -210,17 +229,23 @@ def contenders_of(
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Returns the rows as a table in Markdown."""
-    lines = [
-        "| drafter | K | mean acceptance length | share of a step | of plain | interval |",
-        "|---|---|---|---|---|---|",
-    ]
+    chooses = any("of_best" in row for row in rows)
+    names = ["drafter", "K", "mean acceptance length", "share of a step", "of plain", "interval"]
+    names += ["of the best K", "interval"] if chooses else []
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for row in rows:
         share = "" if row["share_of_step"] is None else f"{max(row['share_of_step'], 0.0):.0%}"
         least, most = row["of_plain_interval"]
-        lines.append(
+        line = (
             f"| {row['drafter']} | {row['k']} | {row['mean_acceptance_length']:.2f} | {share} | "
             f"{row['of_plain']:.2f} | {least:.2f} to {most:.2f} |"
         )
+        if "of_best" in row:
+            least, most = row["of_best_interval"]
+            line += f" {row['of_best']:.2f} (K = {row['best_k']}) | {least:.2f} to {most:.2f} |"
+        elif chooses:
+            line += " | |"
+        lines.append(line)
     return "\n".join(lines)
 
 

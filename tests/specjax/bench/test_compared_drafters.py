@@ -15,6 +15,7 @@ def test_every_contender_and_k_has_a_row():
     work = Workload(target, [[1, 2, 3], [4, 5, 6], [7, 8, 9]], 2, sampling, 2)
     contenders = {"n-gram": Contender("ngram", {}), "itself": Contender(target, {})}
     rows = compare(work, contenders, [2], rounds=2)
+    assert all("of_best" not in row for row in rows)
     assert [(row["drafter"], row["k"]) for row in rows] == [("n-gram", 2), ("itself", 2)]
     # A draft model that is the target is always right.
     assert rows[1]["mean_acceptance_length"] == 3.0
@@ -23,6 +24,38 @@ def test_every_contender_and_k_has_a_row():
     lines = table(rows).splitlines()
     assert len(lines) == 4
     assert "| itself | 2 | 3.00 |" in lines[3]
+
+
+class FixedSeconds:
+    """A `Work` whose calls take the given seconds, in turn: by K, None as the policy chooses."""
+
+    def __init__(self, seconds):
+        self.seconds = {k: iter(several) for k, several in seconds.items()}
+
+    def call(self, contender, k):
+        seconds = next(self.seconds[0 if contender is None else k])
+        return drafters.Call(seconds, 10, 30, 3.0)
+
+
+def test_the_policy_is_compared_with_the_best_fixed_k():
+    """Round by round; the first compiles. Plain decoding is a fixed K, too."""
+    seconds = {0: [9.0, 4.0, 8.0, 4.0], 1: [9.0, 3.0, 6.0, 3.0], 3: [9.0, 5.0, 10.0, 5.0]}
+    seconds[None] = [9.0, 2.0, 8.0, 4.0]
+    contenders = {"n-gram": Contender("ngram", {})}
+    rows = compare(FixedSeconds(seconds), contenders, [0, 1, 3], 3, has_shares=False)
+    policy, *fixed = rows
+    assert policy["best_k"] == 1
+    assert policy["of_best"] == 0.75  # the median of 1.5, 0.75 and 0.75
+    assert policy["of_best_interval"] == [0.75, 1.5]
+    assert all("of_best" not in row for row in fixed)
+    header, _, first, *others = table(rows).splitlines()
+    assert header.endswith("| of the best K | interval |")
+    assert first.endswith("| 0.75 (K = 1) | 0.75 to 1.50 |")
+    assert {line.count("|") for line in others} == {first.count("|")} == {header.count("|")}
+
+    seconds = {0: [1.0, 1.0], 1: [2.0, 2.0], None: [1.0, 1.25]}
+    (policy, _) = compare(FixedSeconds(seconds), contenders, [0, 1], 1, has_shares=False)
+    assert (policy["best_k"], policy["of_best"]) == (0, 0.8)
 
 
 def test_a_head_must_have_a_folder(tmp_path):
