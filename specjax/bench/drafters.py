@@ -28,6 +28,7 @@ from specjax.bench import embedded, measuring
 from specjax.bench.command import parameters_of
 from specjax.bench.widen import widen
 from specjax.bench.widen_heads import widen_head
+from specjax.cli.parser import at_least
 from specjax.config.rules import VERIFICATION_RULES
 from specjax.decode.decoder import MOST_DRAFTING
 from specjax.drafters.head_specs import EagleDrafter
@@ -213,7 +214,9 @@ def contenders_of(
             options = {"corpus_tokens": 32_768} if name == "hybrid" else {}
             found[name] = Contender("demo", options)
         else:
-            found[name] = Contender(MATCHING.get(name, name), {})
+            drafter = MATCHING.get(name, name)
+            specjax.load_drafter(drafter, narrow)  # or says what it expects
+            found[name] = Contender(drafter, {})
     for text in heads:
         name, _, folder = text.partition("=")
         if not folder or not is_head(folder):
@@ -259,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--k",
         nargs="+",
-        type=int,
+        type=at_least(0),
         default=[1, 2, 3, 5, 7],
         help="0: as the policy chooses, up to the largest of these",
     )
@@ -269,13 +272,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices=[rule for rule in VERIFICATION_RULES if rule != "greedy"],
         help="the rule above temperature 0 (default: seeded)",
     )
-    parser.add_argument("--batches", nargs="+", type=int, default=[1])
-    parser.add_argument("--prompts", type=int, default=4, help="files, at least a batch")
-    parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batches", nargs="+", type=at_least(1), default=[1])
+    parser.add_argument("--prompts", type=at_least(1), default=4, help="files, at least a batch")
+    parser.add_argument("--new-tokens", type=at_least(1), default=96)
+    parser.add_argument("--rounds", type=at_least(1), default=7)
     parser.add_argument("--no-shares", action="store_true", help="of a step: not measured")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
+    try:
+        return _measure(parser, options)
+    except (ValueError, TypeError, OSError) as error:
+        parser.error(str(error))
+
+
+def _measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     narrow = specjax.load_model("demo")
     target = narrow if options.widen is None else widen(narrow, options.widen)
     contenders = contenders_of(options.drafters, options.head, narrow, target)

@@ -82,7 +82,10 @@ def of(
     own = [dataclasses.replace(each, seed=seeds[i]) for i, each in enumerate(sampling)]
     prompts = [entry.prompt for entry in entries]
     plainly = {**call, "drafter": NO_DRAFTER, "speculative_config": None}
-    decode = lambda how: generation.generate(target, prompts, sampling=own, **how)
+    undrafted = [dataclasses.replace(each, num_speculative_tokens=None) for each in own]
+    decode = lambda how: generation.generate(
+        target, prompts, sampling=own if how is call else undrafted, **how
+    )
     plain = decode(plainly)
     turns = TURNS if result.stats.run_s < LONG_S else 1
     order = [plainly, call, call, plainly, plainly, call][: 2 * turns]

@@ -91,7 +91,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "--num-speculative-tokens",
         type=int,
         metavar="K",
-        help=f"most tokens drafted per step; 0 is off (default {DEFAULT_NUM_SPECULATIVE_TOKENS})",
+        help=f"most tokens drafted per step; 0 is off (default {DEFAULT_NUM_SPECULATIVE_TOKENS}; "
+        f"{EMBEDDED_K} for one text of the embedded model, or {EMBEDDED_WARM_K} above "
+        f"temperature {WARM})",
     )
     group.add_argument(
         "--verification",

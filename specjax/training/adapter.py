@@ -36,9 +36,9 @@ from specjax.training import figures, learning, replay
 from specjax.training.figures import Figures
 from specjax.training.kinds import kind_of_spec
 from specjax.training.learning import Learner
-from specjax.training.objective import Objective, Sums
+from specjax.training.objective import Objective, Sums, check_is_objective
 from specjax.training.replay import Replay
-from specjax.training.texts import TextBatch, compacted
+from specjax.training.texts import LEAST_TOKENS, TextBatch, compacted
 from specjax.types import DecoderParams
 
 MOST_TOKENS = 2048  # of a text, where none is said
@@ -110,8 +110,8 @@ class DrafterAdapter:
           updates: of the weights, in a step that learns.
           rows: texts of an update, drawn from those that are kept; at most `replay`.
           replay: newest texts that are kept, on the host.
-          max_tokens: of a text, at most the decoder's max_length; of longer ones the end is kept.
-            None: 2,048, or less as max_length has it.
+          max_tokens: of a text, at least 8 and at most the decoder's max_length; of longer ones the
+            end is kept. None: 2,048, or less as max_length has it.
           depth: draft tokens per position that it learns, at most K of the decoder or 8; None: K,
             at most 8, and at most what the drafter can.
           objective: losses; None: the default one.
@@ -123,11 +123,12 @@ class DrafterAdapter:
         """
         check_decoder(decoder)
         numbers = {"every": every, "updates": updates, "rows": rows, "replay": replay}
-        numbers |= {"max_tokens": max_tokens, "depth": depth}
+        if max_tokens is not None:
+            numbers["max_tokens"] = max_tokens
         for name, value in numbers.items():
-            is_chosen = value is None and name in ("max_tokens", "depth")
-            if not is_chosen and (not is_int(value) or value < 1):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+            least = LEAST_TOKENS if name == "max_tokens" else 1
+            if not is_int(value) or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
         learning.check_seed(seed)
         if below is not None and not (is_number(below) and 0 <= below <= 1):
             raise ValueError(f"{below=!r} must be a share of accepted drafts, from 0 to 1.")
@@ -325,8 +326,10 @@ def draft_loss(
 
 def _learner_of(decoder: RolloutDecoder, depth: int | None, objective: Objective | None) -> Learner:
     kind, own = kind_of_spec(decoder.drafter_spec)
-    if objective is not None and not isinstance(objective, Objective):
-        raise TypeError(f"objective is {objective!r:.100}; expected a training.Objective.")
+    if depth is not None and (not is_int(depth) or depth < 1):
+        raise ValueError(f"{depth=} must be a whole number of at least 1, or None.")
+    if objective is not None:
+        check_is_objective(objective)
     return learning.learner_of(
         kind,
         own,

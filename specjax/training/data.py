@@ -88,8 +88,9 @@ class TrainingText:
         Raises:
           ValueError: there are fewer than two texts, or the fraction leaves none.
         """
-        held_out = max(1, round(len(self) * fraction))
-        if not 0.0 < fraction < 1.0 or held_out >= len(self):
+        is_part = 0.0 < fraction < 1.0  # NaN is none
+        held_out = max(1, round(len(self) * fraction)) if is_part else 0
+        if not 0 < held_out < len(self):
             raise ValueError(
                 f"a part of {fraction} of {len(self)} texts leaves none to train on or none to "
                 "hold out; give more text, or held-out text of its own."
@@ -189,9 +190,15 @@ def from_files(
       length: tokens of a piece, see `from_token_ids`.
 
     Raises:
+      TypeError: there is no tokenizer.
       FileNotFoundError: there is no such file.
       ValueError: a line is no such object, or nothing is left to learn.
     """
+    if not callable(getattr(tokenizer, "encode", None)):
+        raise TypeError(
+            f"tokenizer is {tokenizer!r:.100}; expected that of the target. For a target without "
+            "one, encode the texts, and pass their token ids to from_token_ids."
+        )
     if isinstance(paths, str | os.PathLike):
         paths = [paths]
     files = [file for path in paths for file in _files_of(Path(path))]

@@ -41,6 +41,12 @@ from specjax.training.drafts import Drafts
 from specjax.training.texts import Target, TargetStates, TextBatch
 
 
+def check_is_objective(objective: Any) -> None:
+    """Raises TypeError for what is no Objective."""
+    if not isinstance(objective, Objective):
+        raise TypeError(f"objective is {objective!r:.100}; expected a training.Objective.")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
     """Weights of the losses; see the module.

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from specjax.api.generation import generate
+from specjax.config.checks import is_int
 from specjax.config.sampling import SamplingParams
 from specjax.drafters.loading import DrafterSource
 from specjax.models.base import Model
@@ -91,8 +92,15 @@ def prompts_of(text: TrainingText, count: int, num_tokens: int, seed: int = 0) -
 
     Args:
       count: of pieces.
+      num_tokens: at least 1.
       seed: of the places.
+
+    Raises:
+      ValueError: a number is out of range.
     """
+    for name, number, least in (("count", count, 0), ("num_tokens", num_tokens, 1)):
+        if not is_int(number) or number < least:
+            raise ValueError(f"{name}={number!r} must be a whole number of at least {least}.")
     rng = np.random.default_rng(seed)
     prompts = []
     while len(prompts) < count:

@@ -71,6 +71,8 @@ class RunStore:
         self._manager: ocp.CheckpointManager | None = None
         if self._folder is None:
             return
+        if self._folder.exists() and not self._folder.is_dir():
+            raise ValueError(f"{self._folder} is a file; give a folder for checkpoints.")
         self._folder.mkdir(parents=True, exist_ok=True)
         _check_run(self._folder / RUN_FILE, said)
         self._manager = ocp.CheckpointManager(

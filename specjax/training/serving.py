@@ -31,8 +31,8 @@ from specjax.engine.windows import KeptText
 from specjax.models.base import ModelConfig, Params, resolve_taps
 from specjax.training import figures, learning
 from specjax.training.kinds import kind_of_spec
-from specjax.training.objective import Objective, Sums
-from specjax.training.texts import Target, TargetStates, TextBatch
+from specjax.training.objective import Objective, Sums, check_is_objective
+from specjax.training.texts import LEAST_TOKENS, Target, TargetStates, TextBatch
 
 # An update is dropped if the loss of its own texts rises by more than this share of it, and by more
 # nats than this.
@@ -76,9 +76,9 @@ class Adapt:
 
     def __post_init__(self):
         learning.check_is_optimizer(self.optimizer)
-        if self.objective is not None and not isinstance(self.objective, Objective):
-            raise TypeError(f"objective is {self.objective!r:.100}; expected a training.Objective.")
-        least = {"every_tokens": 1, "rows": 1, "length": 8, "replay": 2, "idle_steps": 0}
+        if self.objective is not None:
+            check_is_objective(self.objective)
+        least = {"every_tokens": 1, "rows": 1, "length": LEAST_TOKENS, "replay": 2, "idle_steps": 0}
         least |= {} if self.depth is None else {"depth": 1}
         for name, lowest in least.items():
             value = getattr(self, name)

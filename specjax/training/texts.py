@@ -15,6 +15,7 @@ from specjax.models.families import family_of
 
 # Queries of a text whose attention scores exist at once.
 QUERIES_AT_ONCE = 512
+LEAST_TOKENS = 8  # of a text that a drafter learns from while it is used
 
 
 class TextBatch(NamedTuple):

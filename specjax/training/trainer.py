@@ -29,7 +29,7 @@ from specjax.training.figures import Figures
 from specjax.training.fingerprints import weights_fingerprint
 from specjax.training.kinds import kind_of, kind_of_spec
 from specjax.training.learning import Learner
-from specjax.training.objective import Objective, Sums, value_of
+from specjax.training.objective import Objective, Sums, check_is_objective, value_of
 from specjax.training.run_store import Look, RunMemory, RunStore
 from specjax.training.texts import TextBatch
 
@@ -85,6 +85,7 @@ class TrainingConfig:
         if rate is not None and (not is_number(rate) or not 0 < rate < math.inf):
             raise ValueError(f"learning_rate={rate!r} must be a number above 0, or None.")
         learning.check_seed(self.seed)
+        check_is_objective(self.objective)
         for name, least in (("warmup", 0), ("decay", 0), ("patience", 1)):
             value = getattr(self, name)
             if value is None and name in ("decay", "patience"):
@@ -193,13 +194,22 @@ def train(
         than the target's context, the kind cannot draft so deep, the optimizer needs more than
         gradients and weights, the target gives NaN, or the folder holds the run of other arguments.
     """
-    config = config or TrainingConfig()
+    config = TrainingConfig() if config is None else config
     if not isinstance(target, Model) or not isinstance(text, TrainingText):
         raise TypeError(
             f"target is {target!r:.100} and text {text!r:.100}; expected what load_model returns, "
             "and a TrainingText, as of training.from_files."
         )
+    if not isinstance(config, TrainingConfig):
+        raise TypeError(f"config is {config!r:.100}; expected a TrainingConfig.")
+    if head is not None and not isinstance(head, Mapping):
+        raise TypeError(f"head is {head!r:.100}; expected a mapping of options, as num_layers.")
     is_text = isinstance(held_out, TrainingText)
+    if not is_text and not is_number(held_out):
+        raise TypeError(
+            f"held_out is {held_out!r:.100}; expected a TrainingText, or a number above 0 and "
+            "below 1."
+        )
     training, looked_at = (text, held_out) if is_text else text.split(held_out)
     for each in (training, looked_at):
         _check_text(each, target, config)

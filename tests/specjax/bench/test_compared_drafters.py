@@ -65,6 +65,25 @@ def test_a_head_must_have_a_folder(tmp_path):
             drafters.contenders_of([], [text], target, target)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--k", "-1"],
+        ["--rounds", "0"],
+        ["--temperatures", "-1"],
+        ["--head", "foo"],
+        ["--drafters", "nothing"],
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_measured_is_one_line(wrong, capsys):
+    options = ["--drafters", "n-gram", "--prompts", "1", "--new-tokens", "4", "--rounds", "1"]
+    with pytest.raises(SystemExit) as ended:
+        drafters.main([*options, "--k", "2", *wrong])
+    assert ended.value.code == 2
+    assert "error: " in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_k_are_measured_together_as_far_as_decoders_are_kept():
     grouped = drafters._together
     assert grouped([0, 1, 2, 1, 7], 1) == [[0, 1, 2, 7]]

@@ -83,11 +83,14 @@ def test_compare_leaves_out_first_runs_and_changes_who_begins(monkeypatch, first
     def generate(target, prompts, *, sampling, drafter, speculative_config):
         assert (target, prompts, sampling[0].seed) == ("target", ["text"], 5)
         ran.append("p" if drafter == "none" else "d")
+        # Without drafts a prompt's own number of them means nothing, and would be warned of.
+        assert sampling[0].num_speculative_tokens == (None if drafter == "none" else 99)
         return _Generation(next(seconds[ran[-1]]))
 
     monkeypatch.setattr("specjax.api.generation.generate", generate)
     call = {"drafter": "draft", "speculative_config": "config"}
-    entries, sampling = [types.SimpleNamespace(prompt="text")], [specjax.SamplingParams()]
+    entries = [types.SimpleNamespace(prompt="text")]
+    sampling = [specjax.SamplingParams(num_speculative_tokens=99)]
     said = comparison.of("target", entries, sampling, _Generation(first_s), call)
     assert "".join(ran) == order.replace(" ", "")
     assert "2.00 s with drafts, 4.00 s without, the same 2 tokens" in said

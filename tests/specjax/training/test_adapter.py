@@ -196,6 +196,7 @@ def test_a_drafter_that_cannot_be_trained_is_refused(policy):
         {"below": 2},
         {"depth": 0},
         {"depth": 9},
+        {"max_tokens": 7},
         {"seed": -1},
         {"seed": 2**63},
     ],
@@ -347,6 +348,8 @@ def test_weights_that_are_not_the_drafters_are_refused(policy, head, decoder, ad
         adapter.init(given)
     with pytest.raises(ValueError, match="drafter's weights"):
         draft_loss(decoder, given, policy.params, batch)
+    with pytest.raises(ValueError, match="depth=0 must be a whole number"):
+        draft_loss(decoder, head.params, policy.params, batch, depth=0)
 
 
 def test_an_update_that_is_not_finite_changes_nothing(policy, decoder):

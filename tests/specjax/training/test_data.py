@@ -150,3 +150,8 @@ def test_one_path_and_lines_with_other_separators(tmp_path):
 def test_absent_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no file or folder"):
         data.from_files([tmp_path / "absent"], _Letters())
+
+
+def test_a_target_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(TypeError, match="token ids to from_token_ids"):
+        data.from_files(tmp_path, None)

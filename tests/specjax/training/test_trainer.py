@@ -241,6 +241,22 @@ def test_what_is_no_model_or_text_is_refused(target, text):
         train(target, ["text"])
 
 
+def test_arguments_of_other_types_are_refused(target, text, tmp_path):
+    wrong = {
+        "a TrainingConfig": {"config": {"steps": 1}},
+        "a mapping of options": {"head": [1]},
+        "a TrainingText, or a number": {"held_out": "0.1"},
+    }
+    for expected, arguments in wrong.items():
+        with pytest.raises(TypeError, match=f"expected {expected}"):
+            train(target, text, **({"config": CONFIG} | arguments))
+    with pytest.raises(TypeError, match=r"expected a training\.Objective"):
+        TrainingConfig(objective={"text": 1.0})
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file; give a folder"):
+        train(target, text, config=CONFIG, folder=tmp_path / "file")
+
+
 def test_facts_are_json(target, text):
     facts = train(target, text, config=CONFIG).facts
     assert json.loads(json.dumps(facts))["steps"] == 6
@@ -259,6 +275,7 @@ def test_facts_are_json(target, text):
         ({"head": {"norm_before_fc": True, "has_fc_norms": True}}, "exclude each other"),
         ({"config": dataclasses.replace(CONFIG, depth=11)}, "depth=11 is more than the 10"),
         ({"held_out": 0.0}, "leaves none"),
+        ({"held_out": float("nan")}, "leaves none"),
     ],
 )
 def test_what_does_not_fit_is_refused(target, text, arguments, message):
@@ -279,6 +296,12 @@ def test_text_of_another_vocabulary_is_refused(target):
 def test_config_values_are_checked(field, value):
     with pytest.raises(ValueError, match=f"{field}="):
         TrainingConfig(**{field: value})
+
+
+def test_prompts_have_a_length(text):
+    for numbers, name in (((-1, 4), "count"), ((3, 0), "num_tokens"), ((3, 1.5), "num_tokens")):
+        with pytest.raises(ValueError, match=f"{name}="):
+            own_text.prompts_of(text, *numbers)
 
 
 def test_own_text_goes_on_where_it_was_stopped(target, tmp_path, monkeypatch):
