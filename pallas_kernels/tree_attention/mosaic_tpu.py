@@ -57,6 +57,7 @@ LOG2_E = math.log2(math.e)
 KEYS_AT_ONCE = 256  # of a tile: a row whose last tile holds no more keys multiplies no more
 MOST_ROWS = 256  # of queries that are multiplied at once, as parts
 ROWS_OF_PART = 128
+MOST_PAIRS = 4  # of steps of MOST_ROWS that are one turn of a loop
 MOST_SCORES = 128 << 10  # of parts that are multiplied at once: twice the vector registers
 MOST_HEADS = 4  # that are multiplied at once
 LEAST_BYTES_AHEAD = 3 << 19  # of copies under way while a tile is multiplied
@@ -117,6 +118,24 @@ class _Shape:
         return self.query_rows > MOST_ROWS
 
     @property
+    def steps_ahead(self) -> tuple[int, int]:
+        """Steps whose scores lie in either place; of an odd number the last is in the second."""
+        steps, _, _ = self.steps_of(self.queries)
+        return steps // 2, steps - steps // 2
+
+    @property
+    def turns_ahead(self) -> tuple[int, int]:
+        """Turns of the loop over pairs of steps, and how many pairs are a turn."""
+        pairs, _ = self.steps_ahead
+        at_once = max(n for n in range(1, MOST_PAIRS + 1) if pairs % n == 0)
+        return pairs // at_once, at_once
+
+    @property
+    def top_rows(self) -> int:
+        """Rows of queries whose highest scores lie by key heads, not by steps."""
+        return self.rows_of_queries(FEW_QUERIES) if self.is_ahead else self.query_rows
+
+    @property
     def keys_at_once(self) -> int:
         """Keys of a tile whose products are one matrix product; a tile adds these in order."""
         size, most = self.tile_tokens, KEYS_AT_ONCE
@@ -152,11 +171,12 @@ class _Shape:
             tiles += 2 * 4 * tile  # on their way to the dtype of queries
         rows = self.kv_heads * self.query_rows
         blocks = 2 * 2 * rows * self.head_dim * size
-        sums = rows * (self.head_dim + 2 * LANES) * 4
+        sums = (rows * (self.head_dim + LANES) + self.kv_heads * self.top_rows * LANES) * 4
         bits = 2 * self.query_rows * LANES * 4 if self.words else 0
         scores = 3 * min(self.query_rows, MOST_ROWS) * max(self.tile_tokens, LANES) * 4
         if self.is_ahead:
-            scores += 2 * MOST_ROWS * (max(self.tile_tokens, LANES) + LANES) * 4
+            scores += 2 * MOST_ROWS * max(self.tile_tokens, LANES) * 4
+            scores += 2 * sum(self.steps_ahead) * MOST_ROWS * LANES * 4
         return tiles + blocks + sums + bits + scores
 
 
@@ -286,7 +306,7 @@ def tiling(
         shape.tile_tokens,
         shape.slots,
         shape.few_tokens,
-        shape.steps_of(shape.queries)[0] // (2 if shape.is_ahead else 1),
+        shape.turns_ahead[0] if shape.is_ahead else shape.steps_of(shape.queries)[0],
     )
 
 
@@ -346,13 +366,14 @@ def _shape_of(
             queries=queries,
             num_blocks=-(-num_blocks // cores) * cores,
             pages_per_tile=pages_per_tile,
-            slots=_slots(2 * kv_heads * pages_per_tile * page_size * head_dim, k_pages.dtype),
+            slots=0,
             cores=cores,
             words=0 if ancestor_bits is None else ancestor_bits.shape[1],
             dtype=q.dtype,
             page_dtype=k_pages.dtype,
             has_scales=layout.is_quantized(k_pages),
         )
+        shape = dataclasses.replace(shape, slots=_slots(shape))
         if shape.vmem_bytes() <= budget or (queries, pages_per_tile) == (1, 1):
             break
         # The tile first, where it is what takes most.
@@ -373,10 +394,12 @@ def _shape_of(
     return shape
 
 
-def _slots(tile_numbers: int, dtype: jnp.dtype) -> int:
-    """Returns how many tiles to keep in VMEM, of so many numbers each."""
-    ahead = -(-LEAST_BYTES_AHEAD // (tile_numbers * jnp.dtype(dtype).itemsize))
-    return min(max(ahead + 1, LEAST_SLOTS), MOST_SLOTS)
+def _slots(shape: _Shape) -> int:
+    """Returns how many tiles to keep in VMEM."""
+    tile = 2 * shape.kv_heads * shape.tile_tokens * shape.head_dim
+    ahead = -(-LEAST_BYTES_AHEAD // (tile * jnp.dtype(shape.page_dtype).itemsize))
+    # Scores that are computed ahead are those of a second tile at the end of the first.
+    return min(max(ahead + 1, LEAST_SLOTS), MOST_SLOTS) + shape.is_ahead
 
 
 def _block_spec(cores: int, *sizes: int) -> pl.BlockSpec:
@@ -397,16 +420,15 @@ def _scratch_shapes(shape: _Shape) -> list:
     sums = shape.kv_heads, shape.query_rows
     ahead = []
     if shape.is_ahead:
-        ahead = [
-            pltpu.VMEM((MOST_ROWS, width), jnp.float32) for width in (shape.tile_tokens, LANES)
-        ]
+        for steps in shape.steps_ahead:
+            ahead.append(pltpu.VMEM((MOST_ROWS, shape.tile_tokens), jnp.float32))
+            ahead.append(pltpu.VMEM((2, steps, MOST_ROWS, LANES), jnp.float32))
     return [
         pltpu.VMEM(tile, shape.page_dtype),
         pltpu.VMEM(tile, shape.page_dtype),
-        pltpu.VMEM((*sums, LANES), jnp.float32),
+        pltpu.VMEM((shape.kv_heads, shape.top_rows, LANES), jnp.float32),
         pltpu.VMEM((*sums, LANES), jnp.float32),
         pltpu.VMEM((*sums, shape.head_dim), jnp.float32),
-        *ahead,
         *ahead,
         pltpu.SMEM((5,), jnp.int32),
         pltpu.SemaphoreType.DMA((shape.slots, 2)),
@@ -445,6 +467,9 @@ def _kernel(*refs, shape: _Shape):
 
     def add_all(queries: int) -> None:
         for span in tiles.spans(block):
+            if shape.is_ahead and queries == shape.queries:
+                pl.when(span.first < span.end)(functools.partial(add_ahead, span))
+                continue
 
             def body(tile: Any, _: Any, span: _Span = span) -> Any:
                 tiles.start_next()
@@ -453,6 +478,24 @@ def _kernel(*refs, shape: _Shape):
                 return ()
 
             lax.fori_loop(span.first, span.end, body, ())
+
+    def add_ahead(span: _Span) -> None:
+        def body(tile: Any, slot: Any) -> Any:
+            tiles.start_next()
+            is_last = tile + 1 == span.end
+            following = jnp.where(is_last, slot, tiles.next_slot)
+
+            @pl.when(~is_last)
+            def _():
+                tiles.wait(block, tile + 1, span.is_whole)
+
+            # In the last tile of a span its own first step is scored once more, for nothing.
+            sums.add_ahead(block, (tile, slot), (tile + 1 - is_last, following), span)
+            return following
+
+        slot = tiles.wait(block, span.first, span.is_whole)
+        sums.score_first(block, (span.first, slot), span)
+        lax.fori_loop(span.first, span.end, body, slot)
 
     @pl.when(scalars.count[block] > 0)
     def _():
@@ -583,9 +626,14 @@ class _Tiles:
         self.cursor[_TILE], self.cursor[_END], _ = self._extent(known)
         self.cursor[_BLOCK] = jnp.where(is_used, block, most)
 
+    @property
+    def next_slot(self) -> Any:
+        """The slot of the tile that is waited for next."""
+        return self.cursor[_READ]
+
     def wait(self, block: Any, tile: Any, is_whole: bool) -> Any:
         """Waits until the tile that is next is there, and returns its slot."""
-        slot = self.cursor[_READ]
+        slot = self.next_slot
         self.cursor[_READ] = self._after(slot)
         if is_whole:  # for all of its pages at once
             for side, tiles in enumerate((self.k_tiles, self.v_tiles)):
@@ -663,10 +711,12 @@ class _Part(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """Scores of some rows of queries that are not summed yet: refs in VMEM."""
+    """Scores of every second step, MOST_ROWS queries each: refs in VMEM."""
 
-    scores: Any  # f32[MOST_ROWS, tile_tokens], as logarithms to base 2
-    top: Any  # f32[MOST_ROWS, LANES], the highest so far, equal in all lanes
+    scores: Any  # f32[MOST_ROWS, tile_tokens], as logarithms to base 2, not summed yet
+    # f32[2, steps, MOST_ROWS, LANES]: the highest before a tile and with it, which change places
+    # from tile to tile; equal in all lanes.
+    top: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -680,8 +730,8 @@ class _Sums:
     scales: Any  # of keys and of values, f32[key heads in the pages] in SMEM, or None
     k_tiles: Any
     v_tiles: Any
-    top: Any  # f32[kv_heads, query_rows, LANES], equal in all lanes
-    total: Any  # f32[kv_heads, query_rows, LANES], equal in all lanes
+    top: Any  # f32[kv_heads, top_rows, LANES], equal in all lanes
+    total: Any  # f32[kv_heads, query_rows, LANES], which sum to the total
     acc: Any  # f32[kv_heads, query_rows, head_dim]
     ahead: Sequence[_Scores]  # two, or none; see `_Shape.is_ahead`
     shape: _Shape
@@ -690,104 +740,150 @@ class _Sums:
         """Begins with no key, or with the sink: a key whose value is 0."""
         self.acc[...] = jnp.zeros_like(self.acc)
         if self.sinks is None:
-            self.top[...] = jnp.full_like(self.top, MASKED)
+            for top in (self.top, *(each.top for each in self.ahead)):
+                top[...] = jnp.full_like(top, MASKED)
             self.total[...] = jnp.zeros_like(self.total)
             return
-        self.total[...] = jnp.ones_like(self.total)
-        for head in range(self.shape.kv_heads):
-            rows = self.shape.query_rows
-            sink = self._by_query(self.sinks, head, self.shape.group, 0, rows)
-            self.top[head] = jnp.broadcast_to(sink * LOG2_E, self.top.shape[1:])
+        self.total[...] = jnp.full_like(self.total, 1 / LANES)
+        shape = self.shape
+
+        def sink_of(head: int, begin: int, rows: int) -> Array:
+            sink = self._by_query(self.sinks, head, shape.group, begin, rows)
+            return jnp.broadcast_to(sink * LOG2_E, (rows, LANES))
+
+        for head in range(shape.kv_heads):
+            self.top[head] = sink_of(head, 0, shape.top_rows)
+        turns = shape.query_rows // MOST_ROWS
+        for which, of in enumerate(self.ahead):
+            for place in range(of.top.shape[1]):
+                # The last of an odd number of steps lies behind the second ones.
+                step = min(2 * place + which, shape.kv_heads * turns - 1)
+                sink = sink_of(step // turns, step % turns * MOST_ROWS, MOST_ROWS)
+                of.top[:, place] = jnp.broadcast_to(sink, (2, *sink.shape))
 
     def add(self, block: Any, tile: Any, slot: Any, queries: int, span: _Span) -> None:
         """Adds the keys and values of a tile to what the first so many queries know."""
         shape = self.shape
         steps, heads, rows = shape.steps_of(queries)
-        pieces = range(0, span.tokens, shape.keys_at_once)
-        value_masks = [
-            None if span.is_whole else self._value_mask(block, tile, piece) for piece in pieces
-        ]
+        value_masks = self._value_masks(block, tile, span)
         part_rows = ROWS_OF_PART if rows % ROWS_OF_PART == 0 else rows
-
-        def visible(begin: Any, rows: int) -> list[Array | None]:
-            return [
-                None if span.is_whole else self._visible(block, tile, begin, rows, piece)
-                for piece in pieces
-            ]
-
         at_once = max(MOST_SCORES // (part_rows * span.tokens), 1)
         turns = steps // (shape.kv_heads // heads)  # of each head, or of some heads
 
-        def rows_of(step: Any) -> tuple[Any, Any]:
-            """Returns the first head of a step and its first row."""
+        def add_step(step: Any) -> None:
             head = step if turns == 1 else _divide(step, turns)
             begin = 0 if turns == 1 else pl.multiple_of((step - head * turns) * rows, rows)
-            return head * heads, begin
-
-        def add_step(step: Any) -> None:
-            head, begin = rows_of(step)
             parts = [
-                _Part(head + place, begin + offset, is_visible)
+                _Part(head * heads + place, begin + offset, is_visible)
                 for offset in range(0, rows, part_rows)
-                for is_visible in [visible(begin + offset, part_rows)]
+                for is_visible in [self._visible_of(block, tile, begin + offset, part_rows, span)]
                 for place in range(heads)
             ]
             for first in range(0, len(parts), at_once):
                 self._add_parts(slot, parts[first : first + at_once], part_rows, value_masks)
 
-        if self.ahead and rows == MOST_ROWS and heads == 1:
-            self._add_ahead(slot, rows_of, visible, steps, value_masks)
-        elif steps == 1:
+        if steps == 1:
             add_step(0)
         else:
             lax.fori_loop(0, steps, lambda step, _: (add_step(step), ())[1], ())
 
-    def _add_ahead(
-        self,
-        slot: Any,
-        rows_of: Callable[[Any], tuple[Any, Any]],
-        visible: Callable[[Any, int], list[Array | None]],
-        steps: int,
-        value_masks: Sequence[Array | None],
+    def score_first(self, block: Any, tile: tuple[Any, Any], span: _Span) -> None:
+        """Computes the scores that `add_ahead` expects; tile: its number and its slot."""
+        self._score(block, tile, 0, 0, self.ahead[0], span)
+
+    def add_ahead(
+        self, block: Any, tile: tuple[Any, Any], following: tuple[Any, Any], span: _Span
     ) -> None:
-        """Adds a tile to MOST_ROWS rows per step, whose scores are computed one step ahead.
+        """Adds a tile to all queries, MOST_ROWS rows per step, scores computed one step ahead.
 
-        The products of the next step then hide the softmax of this one. Two steps are a turn of
-        the loop, each with a place of its own for scores: the compiler knows that they differ.
+        The products of the next step then hide the softmax of this one. A turn of the loop is
+        some pairs of steps. Those of a pair have places of their own for scores: the compiler
+        knows that they differ.
+
+        Args:
+          tile, following: number and slot of this tile, whose first step was scored, and of the
+            one whose first step is scored here.
         """
-        even, odd = self.ahead
+        (first, second), (turns, pairs) = self.ahead, self.shape.turns_ahead
+        value_masks = self._value_masks(block, tile[0], span)
+        score = functools.partial(self._score, block, span=span)
+        add = functools.partial(self._add_scores, tile, value_masks=value_masks)
 
-        begins = range(0, self.shape.tile_tokens, self.shape.keys_at_once)
-
-        def score(step: Any, to: _Scores) -> None:
-            # The last step is scored again where none follows.
-            head, begin = rows_of(jnp.minimum(step, steps - 1))
-            part = _Part(head, begin, visible(begin, MOST_ROWS))
-            scores = self._scores_of(slot, part, MOST_ROWS)
-            for first, piece in zip(begins, scores, strict=True):
-                to.scores[:, first : first + piece.shape[1]] = piece
-            to.top[...] = self._top_of(part, MOST_ROWS, scores)
-
-        def add(step: Any, of: _Scores) -> None:
-            size = self.shape.keys_at_once
-            scores = [of.scores[:, first : first + size] for first in begins]
-            weights = _weights(of.top[...], scores, value_masks)
-            head, begin = rows_of(step)
-            place = pl.ds(begin, MOST_ROWS)
-            self._add_weights(slot, head, place, of.top[...], weights, value_masks)
-
-        def turn(half: Any, _: Any) -> Any:
-            step = 2 * half
-            score(step + 1, odd)
-            add(step, even)
-            score(step + 2, even)
-            add(step + 1, odd)
+        def turn(number: Any, _: Any) -> Any:
+            is_end = number + 1 == turns
+            for pair in range(pairs):
+                place = number * pairs + pair
+                score(tile, 2 * place + 1, place, second)
+                add(2 * place, place, first)
+                if pair + 1 < pairs:
+                    score(tile, 2 * place + 2, place + 1, first)
+                else:
+                    after = jnp.where(is_end, 0, place + 1)
+                    of = [jnp.where(is_end, *two) for two in zip(following, tile, strict=True)]
+                    score(of, 2 * after, after, first)
+                add(2 * place + 1, place, second)
             return ()
 
-        score(0, even)
-        lax.fori_loop(0, steps // 2, turn, ())
-        if steps % 2:
-            add(steps - 1, even)
+        lax.fori_loop(0, turns, turn, ())
+        if self.shape.steps_ahead[0] < self.shape.steps_ahead[1]:
+            place = turns * pairs
+            score(tile, 2 * place, place, second)
+            add(2 * place, place, second)
+
+    def _score(
+        self, block: Any, tile: Sequence[Any], step: Any, place: Any, to: _Scores, span: _Span
+    ) -> None:
+        """Computes the scores of a step of MOST_ROWS rows, and the highest with them."""
+        number, slot = tile
+        head, begin = self._rows_of(step)
+        is_visible = self._visible_of(block, number, begin, MOST_ROWS, span)
+        scores = self._scores_of(slot, _Part(head, begin, is_visible), MOST_ROWS)
+        size = self.shape.keys_at_once
+        for piece, of_piece in enumerate(scores):
+            to.scores[:, piece * size : (piece + 1) * size] = of_piece
+        to.top[1 - number % 2, place] = _top_of(to.top[number % 2, place], scores)
+
+    def _add_scores(
+        self,
+        tile: tuple[Any, Any],
+        step: Any,
+        place: Any,
+        of: _Scores,
+        value_masks: Sequence[Array | None],
+    ) -> None:
+        """Adds the values of a tile to a step's rows by the scores computed before."""
+        number, slot = tile
+        size = self.shape.keys_at_once
+        begins = range(0, self.shape.tile_tokens, size)
+        top = of.top[1 - number % 2, place]
+        weights = _weights(
+            top, [of.scores[:, first : first + size] for first in begins], value_masks
+        )
+        decay = jnp.exp2(of.top[number % 2, place] - top)
+        head, begin = self._rows_of(step)
+        self._add_weights(slot, head, pl.ds(begin, MOST_ROWS), decay, weights, value_masks)
+
+    def _rows_of(self, step: Any) -> tuple[Any, Any]:
+        """Returns the head of a step of MOST_ROWS rows, and its first row."""
+        turns = self.shape.query_rows // MOST_ROWS
+        head = _divide(jnp.int32(step), turns)
+        return head, pl.multiple_of((step - head * turns) * MOST_ROWS, MOST_ROWS)
+
+    def _visible_of(
+        self, block: Any, tile: Any, begin: Any, rows: int, span: _Span
+    ) -> list[Array | None]:
+        """Returns `_visible` of each piece of a tile; None where all of it is visible."""
+        return [
+            None if span.is_whole else self._visible(block, tile, begin, rows, piece)
+            for piece in range(0, span.tokens, self.shape.keys_at_once)
+        ]
+
+    def _value_masks(self, block: Any, tile: Any, span: _Span) -> list[Array | None]:
+        """Returns `_value_mask` of each piece of a tile; None where all of it is needed."""
+        return [
+            None if span.is_whole else self._value_mask(block, tile, piece)
+            for piece in range(0, span.tokens, self.shape.keys_at_once)
+        ]
 
     def _add_parts(
         self,
@@ -802,11 +898,13 @@ class _Sums:
         part hide the latency of another's.
         """
         scores = [self._scores_of(slot, part, rows) for part in parts]
-        tops = [self._top_of(part, rows, of) for part, of in zip(parts, scores, strict=True)]
+        places = [(part.head, pl.ds(part.begin, rows)) for part in parts]
+        tops = [_top_of(self.top[place], of) for place, of in zip(places, scores, strict=True)]
         weights = [_weights(*known, value_masks) for known in zip(tops, scores, strict=True)]
-        for part, top, of in zip(parts, tops, weights, strict=True):
-            place = pl.ds(part.begin, rows)
-            self._add_weights(slot, part.head, place, top, of, value_masks)
+        for place, top, of in zip(places, tops, weights, strict=True):
+            decay = jnp.exp2(self.top[place] - top)
+            self._add_weights(slot, *place, decay, of, value_masks)
+            self.top[place] = top
 
     def _scores_of(self, slot: Any, part: _Part, rows: int) -> list[Array]:
         """Returns the scores of the first pieces of a tile, f32[rows, keys_at_once] each."""
@@ -817,17 +915,12 @@ class _Sums:
             scores.append(self._scaled(product, part, rows, is_visible))
         return scores
 
-    def _top_of(self, part: _Part, rows: int, scores: Sequence[Array]) -> Array:
-        """Returns the highest scores so far, f32[rows, LANES]."""
-        highest = functools.reduce(jnp.maximum, scores).max(axis=1, keepdims=True)
-        return jnp.maximum(self.top[part.head, pl.ds(part.begin, rows)], highest)
-
     def _add_weights(
         self,
         slot: Any,
         head: Any,
         place: Any,  # of the rows
-        top: Array,
+        decay: Array,  # f32[rows, LANES], of what was added before
         weights: Sequence[Array],
         value_masks: Sequence[Array | None],  # per piece of the tile, see `_value_mask`
     ) -> None:
@@ -836,15 +929,13 @@ class _Sums:
         Pieces are summed in order: those that are masked as a whole add 0, so that leaving them
         out changes no bit.
         """
-        decay = jnp.exp2(self.top[head, place] - top)
         acc = self.acc[head, place] * _in_lanes(decay, self.shape.head_dim)
         for piece, weight in enumerate(weights):
             v = self._read(self.v_tiles, slot, head, piece)
             if (mask := value_masks[piece]) is not None:
                 v = pltpu.bitcast(pltpu.bitcast(v, jnp.int32) & mask, v.dtype)
             acc += self._multiply(weight.astype(v.dtype), v, (((1,), (0,)), ((), ())))
-        added = functools.reduce(jnp.add, weights).sum(axis=1, keepdims=True)
-        self.top[head, place] = top
+        added = _over_lanes(functools.reduce(jnp.add, weights))
         self.total[head, place] = self.total[head, place] * decay + added
         self.acc[head, place] = acc
 
@@ -883,7 +974,7 @@ class _Sums:
     def finish(self, out: Any) -> None:
         """Writes the means of the values; 0 where nothing was seen."""
         for head in range(self.shape.kv_heads):
-            total = self.total[head][:, :1]
+            total = self.total[head].sum(axis=1, keepdims=True)
             total = jnp.where(total == 0.0, 1.0, total)
             values = self.acc[head] / total
             if self.scales is not None:
@@ -993,6 +1084,12 @@ class _Sums:
         return is_needed & in_tree
 
 
+def _top_of(before: Array, scores: Sequence[Array]) -> Array:
+    """Returns the highest scores so far, f32[rows, LANES]; before: without these."""
+    highest = functools.reduce(jnp.maximum, scores).max(axis=1, keepdims=True)
+    return jnp.maximum(before, highest)
+
+
 def _weights(
     top: Array, scores: Sequence[Array], value_masks: Sequence[Array | None]
 ) -> list[Array]:
@@ -1001,6 +1098,15 @@ def _weights(
         # Far above what is masked: its weight is 0 in rows that see nothing, too.
         top = jnp.maximum(top, MASKED / 2)
     return [jnp.exp2(score - _in_lanes(top, score.shape[1])) for score in scores]
+
+
+def _over_lanes(numbers: Array) -> Array:
+    """Returns f32[rows, LANES] that sum to the numbers f32[rows, width] of each row."""
+    width = numbers.shape[1]
+    if width % LANES:
+        return jnp.broadcast_to(numbers.sum(axis=1, keepdims=True), (len(numbers), LANES)) / LANES
+    lanes = [numbers[:, first : first + LANES] for first in range(0, width, LANES)]
+    return functools.reduce(jnp.add, lanes)
 
 
 def _in_lanes(numbers: Array, width: int) -> Array:

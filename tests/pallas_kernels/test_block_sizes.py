@@ -175,7 +175,7 @@ def test_tuning_times_every_size_that_fits(head_dim, quick, monkeypatch):
     monkeypatch.setattr(bench, "target_platform", lambda: "tpu")
     result = bench.measure(shape, "mosaic_tpu", 1e9, tunes=True)
     assert result.sizes in CANDIDATES
-    entry = bench._entry(result, "TPU v4")
+    entry = bench.entry_of(result, "TPU v4")
     assert (entry.head_dim, entry.group) == (128, 4 if head_dim == 64 else 2)
 
 

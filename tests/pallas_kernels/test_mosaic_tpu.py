@@ -236,17 +236,28 @@ def test_no_bit_depends_on_how_many_tokens_are_drafted():
         np.testing.assert_array_equal(attend(count), together)
 
 
+_SINKS, _WINDOW = (("has_sinks", True),), (("window", 45),)
+
+
 @pytest.mark.parametrize(
-    ("kv_heads", "dtype"),
+    ("kv_heads", "dtype", "more"),
     some(
-        [(1, "float32"), (2, "bfloat16"), (5, "float32")],
-        [(1, "float32"), (2, "bfloat16"), (3, "float32"), (5, "float32")],
+        [(1, "float32", ()), (4, "bfloat16", _SINKS), (5, "float32", _SINKS)],
+        [
+            (1, "float32", ()),
+            (2, "bfloat16", ()),
+            (3, "float32", _WINDOW),
+            (4, "bfloat16", _SINKS),
+            (4, "float32", _WINDOW),
+            (5, "float32", _SINKS),
+        ],
     ),
 )
-def test_scores_one_step_ahead(kv_heads, dtype, monkeypatch, has_races):
+def test_scores_one_step_ahead(kv_heads, dtype, more, monkeypatch, has_races):
     """Blocks of more rows than are multiplied at once: an odd and an even number of steps.
 
-    They have the bits of blocks that are multiplied at once, five heads one after the other.
+    Three steps per key head, in pairs of which some are a turn of a loop. They have the bits of
+    blocks that are multiplied at once, one head after the other.
     """
     example = Example(
         lengths=(70, 0, 30),
@@ -256,6 +267,7 @@ def test_scores_one_step_ahead(kv_heads, dtype, monkeypatch, has_races):
         head_dim=128,
         page_size=SUBLANES[dtype],
         dtype=dtype,
+        **dict(more),
     )
     arguments, options = make_inputs(example)
     options["scale"] = 2.0**-4 / attention.LOG2_E  # see the test of bits above
