@@ -279,32 +279,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-shares", action="store_true", help="of a step: not measured")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    try:
-        return _measure(parser, options)
-    except (ValueError, TypeError, OSError) as error:
-        parser.error(str(error))
-
-
-def _measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     narrow = specjax.load_model("demo")
     target = narrow if options.widen is None else widen(narrow, options.widen)
-    contenders = contenders_of(options.drafters, options.head, narrow, target)
+    try:
+        contenders = contenders_of(options.drafters, options.head, narrow, target)
+        works = {
+            f"temperature {temperature:g}, batch {batch}": _workload(
+                target, temperature, batch, options
+            )
+            for temperature in options.temperatures
+            for batch in options.batches
+        }
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     if not contenders:
         parser.error("there is nothing to measure; give --drafters or --head.")
     figures = {}
-    for temperature in options.temperatures:
-        for batch in options.batches:
-            work = _workload(target, temperature, batch, options)
-            rows = []
-            for depths in _together(options.k, len(contenders) + (not options.no_shares)):
-                rows += compare(
-                    work, contenders, depths, options.rounds, has_shares=not options.no_shares
-                )
-            rows.sort(key=lambda row: list(contenders).index(row["drafter"]))
-            name = f"temperature {temperature:g}, batch {batch}"
-            figures[name] = rows
-            if not options.json:
-                print(f"\n{name}\n\n{table(rows)}", flush=True)
+    for name, work in works.items():
+        rows = []
+        for depths in _together(options.k, len(contenders) + (not options.no_shares)):
+            rows += compare(
+                work, contenders, depths, options.rounds, has_shares=not options.no_shares
+            )
+        rows.sort(key=lambda row: list(contenders).index(row["drafter"]))
+        figures[name] = rows
+        if not options.json:
+            print(f"\n{name}\n\n{table(rows)}", flush=True)
     if options.json:
         print(measuring.document(vars(options), figures))
     return 0
