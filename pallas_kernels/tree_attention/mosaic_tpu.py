@@ -373,7 +373,11 @@ def _shape_of(
             page_dtype=k_pages.dtype,
             has_scales=layout.is_quantized(k_pages),
         )
-        shape = dataclasses.replace(shape, slots=_slots(shape))
+        # A tile less under way costs less than smaller blocks, which read pages more often.
+        for slots in range(_slots(shape), LEAST_SLOTS - 1, -1):
+            shape = dataclasses.replace(shape, slots=slots)
+            if shape.vmem_bytes() <= budget or not shape.is_ahead:
+                break
         if shape.vmem_bytes() <= budget or (queries, pages_per_tile) == (1, 1):
             break
         # The tile first, where it is what takes most.
@@ -523,7 +527,8 @@ class _Tiles:
     """Copies of pages to VMEM, a tile of them into each slot of a ring.
 
     The tiles of a core's blocks, one block after the other, are copied in the order in which
-    they are multiplied. While one is multiplied all other slots are under way.
+    they are multiplied. While one is multiplied all other slots are under way, but for the next
+    one where its scores are computed ahead.
     """
 
     scalars: _Scalars
