@@ -5,10 +5,13 @@ pytest -m full                  the rest of the gate
 pytest -m "full or not full"    both
 pytest -m slow                  what is marked slow, whether or not it is marked full
 pytest tests/x/test_y.py        all of that file but what is marked slow, reference, ...
+pytest -m full --share 1/4      a quarter of each test's cases, the second of four
 """
 
 import re
-from collections.abc import Iterable
+from argparse import ArgumentTypeError
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -31,16 +34,54 @@ def is_asked_for(markers: set[str], expression: str, names_a_file: bool) -> bool
     return "full" not in markers or "full" in named or names_a_file
 
 
+def share_of(text: str) -> tuple[int, int]:
+    """Returns (k, n) of "k/n": the k-th of n shares, the first being 0."""
+    k, slash, n = text.partition("/")
+    if not (slash and k.isdecimal() and n.isdecimal() and int(k) < int(n)):
+        raise ArgumentTypeError(f"--share is {text!r}; expected K/N with 0 <= K < N, as in 0/4.")
+    return int(k), int(n)
+
+
+def in_share(names: Sequence[str], k: int, n: int) -> list[bool]:
+    """Returns which tests are in the k-th of n shares.
+
+    Each parametrised test has one case in n there, and at least one; the n shares together have
+    every case.
+
+    Args:
+      names: of all tests, "file::test[case]".
+    """
+    places, num_cases = [], defaultdict(int)
+    for name in names:
+        test = name.partition("[")[0]
+        places.append((test, num_cases[test]))
+        num_cases[test] += 1
+    strides = {test: min(n, num) for test, num in num_cases.items()}
+    return [place % strides[test] == k % strides[test] for test, place in places]
+
+
+def add_options(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share",
+        metavar="K/N",
+        type=share_of,
+        help="only the K-th of N shares of each test's cases, and one at least",
+    )
+
+
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Drops the tests that a run does not ask for; pytest itself applies -m besides."""
     expression = config.option.markexpr or ""
     names_a_file = any(".py" in argument for argument in config.args)
-    dropped = []
-    for item in list(items):
+    kept, dropped = [], []
+    for item in items:
         markers = {marker.name for marker in item.iter_markers()}
-        if not is_asked_for(markers, expression, names_a_file):
-            dropped.append(item)
-            items.remove(item)
+        (kept if is_asked_for(markers, expression, names_a_file) else dropped).append(item)
+    if config.option.share is not None:
+        chosen = in_share([item.nodeid for item in kept], *config.option.share)
+        dropped += [item for item, is_in in zip(kept, chosen) if not is_in]
+        kept = [item for item, is_in in zip(kept, chosen) if is_in]
+    items[:] = kept
     if dropped:
         config.hook.pytest_deselected(items=dropped)
 

@@ -31,6 +31,10 @@ import progress
 import pytest
 
 
+def pytest_addoption(parser):
+    asked_for.add_options(parser)
+
+
 @pytest.hookimpl(trylast=True)  # pytest's own terminal is there by then
 def pytest_configure(config):
     """Settings that hold from collection on, since modules may compile at import."""
@@ -45,6 +49,7 @@ def pytest_configure(config):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+@pytest.hookimpl(trylast=True)  # shares are of what -m left
 def pytest_collection_modifyitems(config, items):
     """Keeps what is asked for."""
     asked_for.deselect(config, items)

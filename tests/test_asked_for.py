@@ -2,10 +2,11 @@
 
 import re
 import tomllib
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
-from asked_for import ON_DEMAND, is_asked_for, quick
+from asked_for import ON_DEMAND, in_share, is_asked_for, quick, share_of
 from progress import Progress
 
 
@@ -25,6 +26,28 @@ def test_what_is_asked_for(markers, asked, not_asked):
         return is_asked_for(set(markers), "" if how == "file" else how, how == "file")
 
     assert [how for how in (*asked, *not_asked) if runs(how)] == asked
+
+
+ALONE, PAIR, MANY = (
+    ["f.py::alone"],
+    ["f.py::p[a]", "f.py::p[b]"],
+    [f"g.py::m[{i}]" for i in range(9)],
+)
+
+
+def test_shares_have_one_of_each_test_and_together_all():
+    names = [*ALONE, *MANY, *PAIR]
+    shares = [[one for one, is_in in zip(names, in_share(names, k, 4)) if is_in] for k in range(4)]
+    assert shares[1] == [*ALONE, "g.py::m[1]", "g.py::m[5]", "f.py::p[b]"]
+    assert set().union(*shares) == set(names)
+    assert in_share(names, 0, 1) == [True] * len(names)
+
+
+@pytest.mark.parametrize("text", ["", "1", "4/4", "-1/4", "1/", "a/b", "0/0"])
+def test_a_share_is_named_as_one_of_several(text):
+    assert share_of("3/4") == (3, 4)
+    with pytest.raises(ArgumentTypeError, match="expected K/N"):
+        share_of(text)
 
 
 ROOT = Path(__file__).parents[1]

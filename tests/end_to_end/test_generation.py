@@ -147,6 +147,7 @@ def test_own_number_of_speculative_tokens(target, draft, prompts, plain):
     assert len(out[2].acceptance.drafted_at) == 3
 
 
+@pytest.mark.full
 def test_a_request_that_does_not_speculate_beside_others_that_do(target, draft, prompts, plain):
     # Whatever its own K says, of which it is not told that it is too large.
     off = dataclasses.replace(GREEDY, speculate=False, num_speculative_tokens=99)

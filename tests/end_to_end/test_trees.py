@@ -155,7 +155,7 @@ def test_a_smaller_number_of_speculative_tokens_cuts_the_tree(target, prompts, p
 
 
 @pytest.mark.parametrize(
-    "max_tokens", [1, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 3)), 5]
+    "max_tokens", [1, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 3, 5))]
 )
 def test_the_end_of_a_row_cuts_the_tree(target, prompts, plain, max_tokens):
     out = specjax.generate(

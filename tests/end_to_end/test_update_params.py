@@ -155,6 +155,7 @@ def run_load(engine, num_requests, num_updates, seed=0, deadline_s=0.0):
     return load, num_preemptions, acceptance, num_ties
 
 
+@pytest.mark.full
 def test_forty_requests_and_four_updates(make):
     load, num_preemptions, acceptance, _ = run_load(make(), 40, 4, seed=3)
     assert num_preemptions

@@ -110,6 +110,7 @@ def test_heads_name_what_is_theirs(spec, last):
     assert re.search(last, spec.likely_faults[-1])
 
 
+@pytest.mark.full
 def test_a_head_of_other_weights_is_noticed():
     """In whole calls, and in an engine by the next request, or at the end."""
     params = eagle.init(jax.random.key(5), HEAD, std=1.0)

@@ -197,7 +197,7 @@ def test_tokens_are_those_of_plain_decoding(temperature, name):
     "tree",
     [
         {"speculative_token_tree": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]},
-        {"tree_top_k": 2, "num_speculative_tokens": 3},
+        pytest.param({"tree_top_k": 2, "num_speculative_tokens": 3}, marks=pytest.mark.full),
     ],
     ids=["tree", "grown"],
 )

@@ -133,7 +133,8 @@ class _Sometimes:
         pass
 
 
-@pytest.mark.parametrize("states", quick(STATES, "head, chains"))
+@pytest.mark.full
+@pytest.mark.parametrize("states", STATES)
 def test_windows_hold_the_states_of_their_tokens(target, head, states):
     kind, case = states.split(", ")
     settings = dict(CASES[case])

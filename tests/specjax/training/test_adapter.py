@@ -143,6 +143,7 @@ def test_the_policy_of_k_is_told(policy, head):
     np.testing.assert_array_equal(told.of_rates(told.rates(np.array([0])))[0], before)
 
 
+@pytest.mark.full
 def test_completions_shorter_than_the_depth_tell_what_they_can(policy, head):
     decoder = specjax.build_decoder(
         policy.config,
