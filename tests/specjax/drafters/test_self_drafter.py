@@ -159,6 +159,7 @@ def test_options_of_layers_go_with_them():
         ({"skip_layers": (-1,)}, "numbers of layers from 0"),
         ({"skip_layers": 3}, "numbers of layers from 0"),
         ({"skip_layers": ("3",)}, "numbers of layers from 0"),
+        ({"num_shards": 0}, "num_shards=0"),
     ],
 )
 def test_options_that_mean_nothing(options, message):

@@ -86,6 +86,14 @@ def test_more_drafts_that_stood_than_were_tried_are_refused(tried_and_stood):
         Survival.of_record(record, 4)
 
 
+@pytest.mark.parametrize("name", ["stood", "expected", "asked", "proposed"])
+@pytest.mark.parametrize("figures", [[], [1.0] * 5, [[1.0]] * 4])
+def test_averages_of_unlike_depths_are_refused(name, figures):
+    record = Survival(4).to_record() | {name: figures}
+    with pytest.raises(ValueError, match="no acceptance"):
+        Survival.of_record(record, 4)
+
+
 def test_a_key_that_stands_there_twice_is_refused(tmp_path):
     path = tmp_path / "kept.json"
     path.write_text('{"a": 1, "b": {"c": 1, "c": 2}}')
