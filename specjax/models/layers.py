@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from pallas_kernels.implementations import by_platform
 from specjax.models.base import MeshAxes, RopeConfig
 from specjax.models.quantised import Quantised
 from specjax.models.views import View
@@ -52,14 +53,14 @@ def linear(x: Array, weight: Array | View | Quantised, dtype: DTypeLike | None =
       dtype: of the sums and of the result; by default that of x.
     """
     if isinstance(weight, Quantised):
-        return jax.lax.platform_dependent(
+        return by_platform(
             x,
             weight,
             cpu=lambda x, weight: linear(x, weight.matrix(x.dtype), dtype),
             default=lambda x, weight: _linear_in_few_bits(x, weight, dtype),
         )
     if x.dtype != weight.dtype and x.dtype == jnp.float32:
-        return jax.lax.platform_dependent(
+        return by_platform(
             x,
             weight,
             cpu=lambda x, weight: linear(x, weight.astype(x.dtype)),
@@ -77,9 +78,7 @@ def linear(x: Array, weight: Array | View | Quantised, dtype: DTypeLike | None =
         return jax.lax.optimization_barrier(out)[:, :num_tokens].T
 
     if tokens.shape[0] <= MOST_TOKENS_FROM_THE_LEFT:
-        # By the platform compiled for, which need not be this machine's, as
-        # planning/abstract_decoder.py has it.
-        out = jax.lax.platform_dependent(tokens, weight, cpu=from_the_left, default=whole)
+        out = by_platform(tokens, weight, cpu=from_the_left, default=whole)
     else:
         out = whole(tokens, weight)
     return out.reshape(*x.shape[:-1], weight.shape[0])
@@ -97,7 +96,7 @@ def einsum(subscripts: str, x: Array, weight: Array) -> Array:
         return jnp.einsum(subscripts, x, weight, preferred_element_type=dtype)
 
     if x.dtype != weight.dtype and x.dtype == jnp.float32:
-        return jax.lax.platform_dependent(
+        return by_platform(
             x,
             weight,
             cpu=lambda x, weight: product(x, weight.astype(x.dtype)),

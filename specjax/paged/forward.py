@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from pallas_kernels.implementations import by_platform
 from pallas_kernels.path_attention import path_attention
 from pallas_kernels.tree_attention import tree_attention
 from specjax.models.base import Attend, Family, MeshAxes, ModelConfig, Params
@@ -468,4 +469,4 @@ def _by_token(scores: Array) -> Array:
     gathers sharded arrays; the programs here are sharded by hand.
     """
     by_token = lambda scores: with_layout_constraint(scores, Layout((0, 1)))
-    return lax.platform_dependent(scores, cpu=by_token, default=lambda same: same)
+    return by_platform(scores, cpu=by_token, default=lambda same: same)

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.implementations import by_platform
 from pallas_kernels.seeded_sample.xla import first_best
 
 BLOCK = 128  # 64 to 256 cost the same on x86-64 with jax 0.10.2
@@ -40,7 +41,7 @@ def first_argmax(values: Array, score: Score = as_it_is) -> tuple[Array, Array]:
     Args:
       values: f32[n, size].
     """
-    return lax.platform_dependent(
+    return by_platform(
         values,
         cpu=lambda values: _argmax_of_blocks(values, score),
         default=lambda values: _argmax_in_one_pass(values, score),

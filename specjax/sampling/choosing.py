@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.implementations import NotForThis, call_best, named_for
+from pallas_kernels.implementations import NotForThis, by_platform, call_best, named_for
 from pallas_kernels.names import IMPLEMENTATIONS
 from pallas_kernels.seeded_sample import seeded_sample
 from specjax.sampling.argmax import (
@@ -135,7 +135,7 @@ def choose_and(
         # Only on a CPU do two logarithms per token take most of the time.
         def by_xla() -> Choice:
             return best_of(
-                lambda values: lax.platform_dependent(
+                lambda values: by_platform(
                     values,
                     cpu=lambda values: search(values, score, bound),
                     default=lambda values: first_argmax(values, score),

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.implementations import by_platform
 from specjax.sampling.argmax import (
     SMALL,
     Score,
@@ -94,7 +95,7 @@ def best_distinct(
         nothing = jnp.full(shape, NOT_FOUND), jnp.full(shape, -jnp.inf)
         return lax.fori_loop(0, count, find, nothing)
 
-    return lax.platform_dependent(values, cpu=few_or_bounded, default=all_scores)
+    return by_platform(values, cpu=few_or_bounded, default=all_scores)
 
 
 def without(score: Score, found: Array) -> Score:

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.implementations import by_platform
 from specjax.packing import take
 from specjax.sampling.argmax import (
     FEW_BLOCK,
@@ -322,7 +323,7 @@ def _filter(
         # What a CPU does first may differ between slices, which must search together.
         if vocabulary.is_split:
             return cut_of_slices(*limits)
-        return lax.platform_dependent(*limits, cpu=_cut_few_first, default=_cut)
+        return by_platform(*limits, cpu=_cut_few_first, default=_cut)
 
     nothing = lambda: jnp.full(scaled.shape[0], -jnp.inf)
     return jnp.where(scaled < lax.cond(used.filters, cut, nothing)[:, None], -jnp.inf, scaled)

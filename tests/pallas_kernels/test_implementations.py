@@ -7,6 +7,7 @@ import pytest
 from pallas_kernels import layout
 from pallas_kernels.implementations import (
     Taken,
+    by_platform,
     call_best,
     if_named,
     in_a_loop,
@@ -153,3 +154,16 @@ def test_kernels_that_cover_a_case_have_no_reasons():
     by_op = {one.op: one for one in taken}
     assert by_op["tree_attention"].implementation == "xla"
     assert "must be a multiple of 128" in by_op["tree_attention"].reasons[0]
+
+
+def test_one_branch_is_traced_for_a_platform():
+    traced = []
+
+    def branch(name):
+        return lambda x, y: traced.append(name) or x + y
+
+    call = lambda x: by_platform(x, 1, cpu=branch("cpu"), default=branch("default"))
+    for platform in ("cpu", "gpu", "tpu"):
+        with lowered_for(platform):
+            assert jax.jit(call)(2) == 3  # the platform is part of the key of jit's cache
+    assert traced == ["cpu", "default", "default"]

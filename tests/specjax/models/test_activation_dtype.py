@@ -14,6 +14,7 @@ import pytest
 from helpers import tiny_gpt2_config, tiny_llama_config
 from made_up_families import heron_config
 
+from pallas_kernels.implementations import lowered_for
 from specjax.models import layers
 from specjax.models.abstract import abstract_weights
 from specjax.models.families import family_of
@@ -97,7 +98,8 @@ def test_no_product_of_a_forward_rounds_hidden_states_on_a_tpu(name, dtype):
         return family.logits(params, config, hidden)
 
     tokens = jax.ShapeDtypeStruct((1, 6), jnp.int32)
-    traced = jax.jit(forward).trace(abstract_weights(config, dtype), tokens)
+    with lowered_for("tpu"):
+        traced = jax.jit(forward).trace(abstract_weights(config, dtype), tokens)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     products = DOT.findall(text)
     assert len(products) == text.count("dot_general") >= 15

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.implementations import lowered_for
 from specjax import sharding
 from specjax.config.engine import EngineConfig
 from specjax.decode import decoder as decoder_module
@@ -95,8 +96,11 @@ def test_products_are_compiled_for_where_they_will_run():
     from specjax.models.layers import linear
 
     shapes = (jax.ShapeDtypeStruct((4, 8), jnp.float32),) * 2
-    traced = jax.jit(linear).trace(*shapes)
-    text = lambda platform: traced.lower(lowering_platforms=(platform,)).as_text()
+
+    def text(platform):
+        with lowered_for(platform):
+            return jax.jit(linear).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+
     assert "optimization_barrier" in text("cpu")
     assert "optimization_barrier" not in text("tpu")
 
@@ -112,9 +116,14 @@ def test_logits_lie_token_by_token_once():
         return jax.lax.cond(is_first, first, lambda: jnp.sum(scores, axis=1))
 
     is_first = jax.ShapeDtypeStruct((), jnp.bool_)
-    traced = jax.jit(read).trace(params, hidden, is_first)
-    assert "LayoutConstraint" not in traced.lower(lowering_platforms=("tpu",)).as_text()
-    lowered = traced.lower(lowering_platforms=("cpu",))
+
+    def lower(platform):
+        with lowered_for(platform):
+            traced = jax.jit(read).trace(params, hidden, is_first)
+            return traced.lower(lowering_platforms=(platform,))
+
+    assert "LayoutConstraint" not in lower("tpu").as_text()
+    lowered = lower("cpu")
     assert "LayoutConstraint" in lowered.as_text()
     if jax.default_backend() == "cpu":
         # What `linear` gives, and no branch that reads it so.
