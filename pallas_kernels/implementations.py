@@ -114,15 +114,18 @@ def is_in_a_loop() -> bool:
 
 
 @contextlib.contextmanager
-def lowered_for(platform: str, device_kind: str | None = None) -> Iterator[None]:
+def lowered_for(
+    platform: str, device_kind: str | None = None, compiler: str | None = None
+) -> Iterator[None]:
     """Context that traces ops for a platform, "cpu", "gpu" or "tpu", not for this process's own.
 
     It is for ahead-of-time compilation: an op picks its implementation when it is traced.
 
     Args:
       device_kind: jax's name of the device, by which measured block sizes are chosen.
+      compiler: the platform whose compiler stands in for that of `platform`; None: none does.
     """
-    with _platform((platform, device_kind)):
+    with _platform((platform, device_kind, compiler or platform)):
         yield
 
 
@@ -141,6 +144,11 @@ def target_platform() -> str:
     return device if isinstance(device, str) else device.platform
 
 
+def compiler_platform() -> str:
+    """Returns the platform whose compiler ops are traced for: `target_platform`, or a stand-in."""
+    return target_platform() if _platform.value is None else _platform.value[2]
+
+
 def default_device() -> Any:
     """Returns the jax.Device that jax runs on where nothing else is said."""
     device = _default_device()
@@ -156,12 +164,12 @@ def _default_device() -> Any:
 def by_platform(
     *operands: Any, cpu: Callable[..., Result], default: Callable[..., Result]
 ) -> Result:
-    """Returns `cpu(*operands)` where ops are traced for a CPU, and `default(*operands)` elsewhere.
+    """Returns `cpu(*operands)` where a CPU's compiler compiles, and `default(*operands)` elsewhere.
 
     jax.lax.platform_dependent would trace both and lower a branch between them, which takes a
     fourth of the time in which a step is traced and lowered.
     """
-    return (cpu if target_platform() == "cpu" else default)(*operands)
+    return (cpu if compiler_platform() == "cpu" else default)(*operands)
 
 
 def needs_platform(platform: str, call: Callable[[], Result]) -> Callable[[], Result]:

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.implementations import (
+    compiler_platform,
     lowered_for,
     target_kind,
     target_platform,
@@ -62,11 +63,11 @@ def lowered(mesh: Mesh | None) -> Iterator[None]:
 
     Steps are traced under specjax's own jax settings, not those of the program.
     """
-    platform, kind = target_platform(), target_kind()
+    platform, kind, compiler = target_platform(), target_kind(), compiler_platform()
     if mesh is not None:
         device = mesh.devices.flat[0]
-        platform, kind = device.platform, device.device_kind
-    with own_settings(), lowered_for(platform, kind):
+        platform, kind, compiler = device.platform, device.device_kind, None
+    with own_settings(), lowered_for(platform, kind, compiler):
         yield
 
 

@@ -151,7 +151,7 @@ def make_plan(
     device = request.device
     if device.mesh is not None:
         sharding.validate(request.target, device.mesh)
-    with lowered_for(device.traced_for, device.kind):
+    with lowered_for(device.traced_for, device.kind, device.platform):
         check_memory(request)
         return _plan(request, on_progress)
 
@@ -264,7 +264,7 @@ def kernels_in_use(request: PlanRequest) -> tuple[Taken, ...]:
       DrafterError: as `make_plan`.
     """
     device = request.device
-    with lowered_for(device.traced_for, device.kind), recorded() as taken:
+    with lowered_for(device.traced_for, device.kind, device.platform), recorded() as taken:
         decoder = _decoder(request, layers_to_compile(request.target).few, 1)
         for depth in sorted({0, request.most_drafted}):
             decoder.lower_burst(depth)

@@ -167,3 +167,6 @@ def test_one_branch_is_traced_for_a_platform():
         with lowered_for(platform):
             assert jax.jit(call)(2) == 3  # the platform is part of the key of jit's cache
     assert traced == ["cpu", "default", "default"]
+    with lowered_for("gpu", compiler="cpu"):
+        assert jax.jit(call)(2) == 3
+    assert traced[3:] == ["cpu"]

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import Mesh
 
 from pallas_kernels.gpu_targets import TARGETS
-from pallas_kernels.implementations import Taken
+from pallas_kernels.implementations import Taken, compiler_platform, target_platform
+from specjax import sharding
 from specjax.cli import plan_report
 from specjax.config import batch_size_table
 from specjax.config.engine import EngineConfig
@@ -124,6 +125,21 @@ def test_the_8b_counted_by_hand(compiled_by_rule):
     code = 1000 * 32 * len(plan.compiled.buckets)
     # The largest step has prompts beside drafts; those not compiled are fitted.
     assert plan.memory.workspace_bytes == pytest.approx(step + code, rel=1e-3)
+
+
+def test_a_stand_in_compiles_kernels_of_the_gpu_and_branches_of_the_cpu(
+    compiled_by_rule, monkeypatch
+):
+    found, compile_bucket = set(), compiled_memory.compile_bucket
+
+    def noting(decoder, bucket):
+        with sharding.lowered(decoder.mesh):
+            found.add((target_platform(), compiler_platform()))
+        return compile_bucket(decoder, bucket)
+
+    monkeypatch.setattr(compiled_memory, "compile_bucket", noting)
+    plans.make_plan(request_of())
+    assert found == {("gpu", "cpu")}
 
 
 def test_a_drafter_counts_in_its_own_dtype(compiled_by_rule):
