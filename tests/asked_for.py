@@ -57,7 +57,10 @@ def in_share(names: Sequence[str], k: int, n: int) -> list[bool]:
         places.append((test, num_cases[test]))
         num_cases[test] += 1
     strides = {test: min(n, num) for test, num in num_cases.items()}
-    return [place % strides[test] == k % strides[test] for test, place in places]
+    # Each round of a stride begins one later, so that a share has all values of a parameter whose
+    # values come as often as shares do.
+    turn = lambda place, stride: (place + place // stride) % stride
+    return [turn(place, strides[test]) == k % strides[test] for test, place in places]
 
 
 def add_options(parser: pytest.Parser) -> None:

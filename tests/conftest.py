@@ -10,8 +10,8 @@ from importlib import metadata
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Meshes are tested on devices that share this one; all else runs on the first.
 EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
-# Most of a test's time is compiling, which takes half as long so. .ci/run has the quick set of
-# one version of jax at the level that users have, and a nightly run has all tests so.
+# Most of a test's time is compiling, which takes half as long so. A nightly run has all tests at
+# the level that users have.
 QUICKLY_COMPILED = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",

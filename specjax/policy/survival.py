@@ -82,7 +82,7 @@ class Survival:
         values = np.concatenate([each.ravel() for each in kept.values()])
         is_sound = bool(np.all((values >= 0) & (values < MOST_TRIALS)))
         is_sound &= max(each.size for each in kept.values()) <= MOST_DEPTH
-        is_sound &= len({kept[name].shape for name in _KEPT if name != "all"}) == 1
+        is_sound &= {kept[name].shape for name in _KEPT if name != "all"} == {(kept["asked"].size,)}
         is_sound &= bool(abs(product) <= weight < MOST_TRIALS)
         if not is_sound or kept["all"].shape != (2,) or kept["all"][1] > kept["all"][0]:
             raise ValueError(f"{reprlib.repr(record)} is no acceptance.")

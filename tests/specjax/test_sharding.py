@@ -8,6 +8,7 @@ import pytest
 from helpers import tiny_llama_config
 from jax.sharding import Mesh, PartitionSpec
 
+from pallas_kernels.implementations import by_platform, lowered_for
 from specjax import sharding
 from specjax.config.engine import EngineConfig
 from specjax.decode.state import DecodeState
@@ -119,3 +120,14 @@ def test_without_a_mesh_there_is_one_shard(mesh):
     alone = Mesh(np.array(jax.devices()[:2]), ("data",))
     assert sharding.tensor_axis(alone) is None
     assert sharding.axis_size(alone, "tensor") == 1
+
+
+def test_a_mesh_says_for_which_platform_steps_are_traced():
+    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100")
+    mesh = types.SimpleNamespace(devices=np.array([device]))
+    branch = lambda: by_platform(cpu=lambda: "cpu", default=lambda: "default")
+    assert branch() == ("cpu" if jax.default_backend() == "cpu" else "default")
+    with sharding.lowered(mesh):
+        assert branch() == "default"
+    with lowered_for("gpu", compiler="cpu"), sharding.lowered(None):
+        assert branch() == "cpu"

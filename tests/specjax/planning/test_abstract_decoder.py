@@ -1,5 +1,6 @@
 """What is compiled from shapes is what a decoder of real arrays compiles."""
 
+import dataclasses
 import sys
 import types
 
@@ -43,10 +44,10 @@ SIZES = Sizes(
 )
 
 
-def make(kind, mesh=None):
+def make(kind, mesh=None, config=CONFIG):
     return kind(
         DecoderConfig(
-            target=CONFIG, drafter=NgramDrafter(), sizes=SIZES, engine=EngineConfig(), mesh=mesh
+            target=config, drafter=NgramDrafter(), sizes=SIZES, engine=EngineConfig(), mesh=mesh
         )
     )
 
@@ -72,6 +73,14 @@ def test_a_prefill_from_shapes_is_the_one_that_runs(num_chips):
     ours = make(AbstractDecoder, mesh).compile_prefill(1, 16)
     assert sizes_of(ours) == sizes_of(real)
     assert sizes_of(ours)["temp"] > 0
+
+
+@pytest.mark.full
+def test_slices_of_a_vocabulary_whose_best_blocks_are_looked_for():
+    """XLA ended the process here, where one barrier held both results of a top_k."""
+    mesh = jax.make_mesh((2,), (sharding.TENSOR,))
+    config = dataclasses.replace(CONFIG, vocab_size=16384, num_layers=1)
+    assert make(AbstractDecoder, mesh, config).compile_burst(0)
 
 
 @pytest.mark.parametrize("is_named", [False, True])
