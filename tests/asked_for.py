@@ -5,13 +5,12 @@ pytest -m full                  the rest of the gate
 pytest -m "full or not full"    both
 pytest -m slow                  what is marked slow, whether or not it is marked full
 pytest tests/x/test_y.py        all of that file but what is marked slow, reference, ...
-pytest -m full --share 1/4      a quarter of each test's cases, the second of four
+pytest -m full --share 1/4      a quarter of these: the second of them, the sixth, ...
 """
 
 import re
 from argparse import ArgumentTypeError
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -42,33 +41,12 @@ def share_of(text: str) -> tuple[int, int]:
     return int(k), int(n)
 
 
-def in_share(names: Sequence[str], k: int, n: int) -> list[bool]:
-    """Returns which tests are in the k-th of n shares.
-
-    Each parametrised test has one case in n there, and at least one; the n shares together have
-    every case.
-
-    Args:
-      names: of all tests, "file::test[case]".
-    """
-    places, num_cases = [], defaultdict(int)
-    for name in names:
-        test = name.partition("[")[0]
-        places.append((test, num_cases[test]))
-        num_cases[test] += 1
-    strides = {test: min(n, num) for test, num in num_cases.items()}
-    # Each round of a stride begins one later, so that a share has all values of a parameter whose
-    # values come as often as shares do.
-    turn = lambda place, stride: (place + place // stride) % stride
-    return [turn(place, strides[test]) == k % strides[test] for test, place in places]
-
-
 def add_options(parser: pytest.Parser) -> None:
     parser.addoption(
         "--share",
         metavar="K/N",
         type=share_of,
-        help="only the K-th of N shares of each test's cases, and one at least",
+        help="only the K-th of N shares of the tests: every N-th of them",
     )
 
 
@@ -81,9 +59,9 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
         markers = {marker.name for marker in item.iter_markers()}
         (kept if is_asked_for(markers, expression, names_a_file) else dropped).append(item)
     if config.option.share is not None:
-        chosen = in_share([item.nodeid for item in kept], *config.option.share)
-        dropped += [item for item, is_in in zip(kept, chosen) if not is_in]
-        kept = [item for item, is_in in zip(kept, chosen) if is_in]
+        k, n = config.option.share
+        dropped += [item for place, item in enumerate(kept) if place % n != k]
+        kept = kept[k::n]
     items[:] = kept
     if dropped:
         config.hook.pytest_deselected(items=dropped)

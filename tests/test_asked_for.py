@@ -2,11 +2,12 @@
 
 import re
 import tomllib
+import types
 from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
-from asked_for import ON_DEMAND, in_share, is_asked_for, quick, share_of
+from asked_for import ON_DEMAND, deselect, is_asked_for, quick, share_of
 from progress import Progress
 
 
@@ -28,20 +29,39 @@ def test_what_is_asked_for(markers, asked, not_asked):
     assert [how for how in (*asked, *not_asked) if runs(how)] == asked
 
 
-ALONE, PAIR, MANY = (
-    ["f.py::alone"],
-    ["f.py::p[a]", "f.py::p[b]"],
-    [f"g.py::m[{i}]" for i in range(9)],
-)
+class Config:
+    """Of a run of pytest; it notes what is deselected."""
+
+    args = ()
+
+    def __init__(self, markexpr, share):
+        self.option = types.SimpleNamespace(markexpr=markexpr, share=share)
+        self.hook, self.dropped = self, []
+
+    def pytest_deselected(self, items):
+        self.dropped += items
 
 
-def test_shares_have_one_of_each_test_and_together_all():
-    names = [*ALONE, *MANY, *PAIR]
-    shares = [[one for one, is_in in zip(names, in_share(names, k, 4)) if is_in] for k in range(4)]
-    assert shares[1] == [*ALONE, "g.py::m[1]", "g.py::m[4]", "f.py::p[b]"]
-    assert set().union(*shares) == set(names)
-    assert in_share(names, 0, 1) == [True] * len(names)
-    assert share_of("3/4") == (3, 4)
+class Item:
+    def __init__(self, *markers):
+        self.markers = [types.SimpleNamespace(name=name) for name in markers]
+
+    def iter_markers(self):
+        return self.markers
+
+
+def test_shares_together_are_what_is_asked_for():
+    whole = [Item("slow"), *(Item() for _ in range(9)), Item("full")]
+    shares = []
+    for k in range(4):
+        items, config = list(whole), Config("", share_of(f"{k}/4"))
+        deselect(config, items)
+        assert {*items, *config.dropped} == {*whole}
+        assert len(items) + len(config.dropped) == len(whole)
+        shares.append(items)
+    assert shares[1] == [whole[2], whole[6]]
+    run = [item for share in shares for item in share]
+    assert sorted(run, key=whole.index) == whole[1:-1]
 
 
 @pytest.mark.parametrize("text", ["", "1", "4/4", "-1/4", "1/", "a/b", "0/0"])
