@@ -115,13 +115,16 @@ class Rows:
         pages = np.random.default_rng(0).permutation(2 * PAGES_PER_ROW)
         self.table = jnp.asarray(pages.reshape(2, PAGES_PER_ROW), jnp.int32)
         self.history = jnp.zeros((2, 32), jnp.int32)
-        self.absorb_once = jax.jit(self.drafter.absorb, static_argnums=6)
+        once = lambda function: jax.jit(function, static_argnums=6)
+        self.absorb_once = once(self.drafter.absorb)
+        self.defer_once = None if self.drafter.defer is None else once(self.drafter.defer)
 
     def write(self, row, tokens):
         self.history = self.history.at[row, : len(tokens)].set(jnp.array(tokens, jnp.int32))
 
-    def absorb(self, row, first, taps):
-        """Absorbs tokens from position `first` on, as many as taps [n, captured, width] has."""
+    def absorb(self, row, first, taps, *, defers=False):
+        """Absorbs tokens from position `first` on, as many as taps [n, captured, width] has, or
+        defers them."""
         counts = jnp.zeros(2, jnp.int32).at[row].set(len(taps))
         fed = make_batch(
             self.history,
@@ -135,7 +138,8 @@ class Rows:
         following = self.history[jnp.minimum(fed.row_ids, 1), fed.positions + 1]
         width = TARGET.config.hidden_size
         padded = jnp.zeros((8, taps.shape[1], width)).at[: len(taps)].set(taps.astype(np.float32))
-        self.state = self.absorb_once(
+        take = self.defer_once if defers else self.absorb_once
+        self.state = take(
             self.params,
             self.state,
             fed,
@@ -144,6 +148,29 @@ class Rows:
             jnp.arange(2, dtype=jnp.int32),
             8,
         )
+
+    def catch_up(self, roots, absorbed, takes_part):
+        """Absorbs what was deferred; returns `Draft.written`.
+
+        Args:
+          absorbed: tokens of each row that are absorbed.
+        """
+        cache = SimpleNamespace(
+            block_table=self.table,
+            page_size=PAGE,
+            num_slots=2 * PAGES_PER_ROW * PAGE,
+            lengths=jnp.array(roots, jnp.int32),
+        )
+        decode_state = SimpleNamespace(
+            cache=cache,
+            rows=2,
+            history=self.history,
+            drafter_lengths=jnp.array(absorbed, jnp.int32),
+        )
+        self.state, written = self.head.catch_up(
+            self.params, self.state, decode_state, jnp.array(takes_part)
+        )
+        return written.tolist()
 
     def follow(self, row, root, drafts):
         """Returns r before each of these draft tokens; the last is not fed."""

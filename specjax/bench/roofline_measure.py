@@ -17,6 +17,7 @@ from specjax.bench.roofline_cases import (
     CHAIN,
     CONTEXTS,
     HEADS,
+    P_EAGLE,
     SELF,
     Case,
     Layers,
@@ -127,12 +128,13 @@ def minimum_bytes(case: Case, request: PlanRequest, context: int) -> float:
 
 def _absorbed(case: Case, config: Eagle3Config | DFlashConfig, nodes: int) -> int:
     """Returns the numbers moved for a head to absorb a step: weights that no draft reads, and the
-    captured states of all nodes, written and read once."""
+    captured states of all nodes, written and read once, and what is stored of them."""
     own = config.layers
     weights = config.hidden_size * config.fc_width
     if isinstance(config, DFlashConfig):
         weights += own.num_layers * 2 * own.num_kv_heads * own.head_dim * own.hidden_size
-    return weights + 2 * case.rows * nodes * config.fc_width
+    stored = config.hidden_size if case.draft == P_EAGLE else 0
+    return weights + case.rows * nodes * (2 * config.fc_width + stored)
 
 
 def keeps_draft_layers(case: Case, request: PlanRequest, layers: Layers, traffic: Traffic) -> bool:
@@ -234,6 +236,8 @@ def _traffic(case: Case, request: PlanRequest, read: Program, context: int) -> T
     if case.draft in HEADS:
         # Feeds all draft tokens but the last, or draws all but the first one after the other.
         turns = (case.num_speculative_tokens - 1,)
+    if case.draft == P_EAGLE:
+        turns = 0, *turns  # it has nothing to catch up with
     if case.draft in SELF:
         turns = (case.num_speculative_tokens - 1,)
     if request.drafter.configs:

@@ -2,7 +2,8 @@
 
 It runs only where the drafter's spec names `taps`. The drafter gets token j together with the
 token after it, and only once both are committed: prompt tokens as they are fed, roots and
-accepted drafts after commit, and the tokens of K = 0 steps a window at a time. See
+accepted drafts after commit, and the tokens of K = 0 steps a window at a time. A drafter that
+defers only stores what it is given at K = 0, and absorbs it when the row drafts. See
 `specjax.drafters.base.Drafter`.
 """
 
@@ -17,6 +18,7 @@ from jax import Array
 
 from specjax.decode.state import DecodeState
 from specjax.decode.step_spec import StepSpec
+from specjax.drafters.base import Draft
 from specjax.paged.forward import make_batch
 from specjax.types import DecoderParams, TokenBatch
 
@@ -27,6 +29,24 @@ from specjax.types import DecoderParams, TokenBatch
 WINDOW = 16
 # A burst that ends after so few steps, as each of `stream` does, absorbs a window of these.
 FEW_STEPS = 2
+
+
+def absorbing_rows(spec: StepSpec, state: DecodeState, draft: Draft) -> Array | None:
+    """Returns the rows whose drafter absorbs what a step commits, bool[rows]; None: none does.
+
+    A drafter that defers absorbs the tokens of rows that are not behind, in steps that draft.
+
+    Args:
+      state: the state before the commit.
+    """
+    if not spec.taps:
+        return None
+    if spec.drafter.defer is None:
+        return jnp.ones(state.rows, bool)
+    if not spec.num_speculative_tokens:
+        return jnp.zeros(state.rows, bool)
+    assert draft.written is not None
+    return draft.written >= state.cache.lengths
 
 
 class Committed(NamedTuple):
@@ -44,7 +64,7 @@ class Committed(NamedTuple):
 def absorb_committed(
     spec: StepSpec, params: DecoderParams, state: DecodeState, committed: Committed
 ) -> DecodeState:
-    """Returns the state after the drafter absorbed the tokens that a step committed.
+    """Returns the state after the drafter absorbed, or deferred, the tokens that a step committed.
 
     Args:
       state: the state after that step.
@@ -89,7 +109,7 @@ def wait(waiting: Waiting, committed: Committed) -> Waiting:
 def absorb_waiting(
     spec: StepSpec, params: DecoderParams, state: DecodeState, waiting: Waiting
 ) -> DecodeState:
-    """Returns the state after the drafter absorbed all waiting hidden states.
+    """Returns the state after the drafter absorbed, or deferred, all waiting hidden states.
 
     Where FEW_STEPS or fewer wait, the drafter runs on so many tokens per row alone.
 
@@ -136,7 +156,8 @@ def absorb(
     row_ids: Array,
     max_tokens_per_row: int,
 ) -> DecodeState:
-    """Returns the state after the drafter absorbed the tokens of a batch.
+    """Returns the state after the drafter absorbed the tokens of a batch, or deferred those of a
+    step at K = 0.
 
     The batch is laid out by places, not rows; see `prefill`.
 
@@ -148,7 +169,10 @@ def absorb(
     place = jnp.minimum(batch.row_ids, row_ids.shape[0] - 1)
     row = jnp.minimum(row_ids[place], state.rows - 1)
     following = jnp.minimum(batch.positions + 1, state.history.shape[1] - 1)
-    drafter = spec.drafter.absorb(
+    take = spec.drafter.absorb
+    if spec.drafter.defer is not None and not spec.num_speculative_tokens:
+        take = spec.drafter.defer
+    drafter = take(
         params,
         state.drafter,
         batch,

@@ -30,8 +30,7 @@ def commit(
     drafter: Drafter,
     draft: Draft,
     verification: Verification,
-    *,
-    absorbs: bool = False,
+    absorbing: Array | None = None,
 ) -> tuple[DecodeState, StepInfo]:
     """Commits num_accepted + 1 tokens per active row, less those that a stop condition cuts.
 
@@ -40,7 +39,8 @@ def commit(
     Keys and values of a tree's accepted path move to the slots that a chain would use.
 
     Args:
-      absorbs: whether the drafter absorbs every token that is committed here.
+      absorbing: bool[rows], rows whose drafter absorbs every token that is committed here; it knows
+        no more of the others than before. None: it absorbs nothing.
     """
     acceptance, is_invalid = verification.acceptance, verification.is_invalid
     logprobs = verification.logprobs
@@ -69,7 +69,10 @@ def commit(
 
     state = _move_path(state, drafter, draft, acceptance)
     cache = kv_cache.commit(state.cache, num_committed)
-    written = cache.lengths if absorbs else _written(draft, acceptance, cache.lengths)
+    if absorbing is None:
+        written = _written(draft, acceptance, cache.lengths)
+    else:
+        written = jnp.where(absorbing, cache.lengths, state.drafter_lengths)
     new_state = dataclasses.replace(
         state,
         cache=cache,

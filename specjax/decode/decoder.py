@@ -694,6 +694,11 @@ class Decoder:
         return resolve_taps(self.drafter.taps, self.target.num_layers)
 
     @property
+    def defers(self) -> bool:
+        """Whether the drafter absorbs the tokens of plain steps when a row drafts, not before."""
+        return bool(self.taps) and self._build_drafter(1).defer is not None
+
+    @property
     def kept_shape(self) -> KeptShape | None:
         """The windows of hidden states that steps keep; None: they keep none."""
         return self.config.kept

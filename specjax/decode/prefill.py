@@ -113,11 +113,10 @@ def take_prompt(
         state = dataclasses.replace(state, drafter=drafter)
     added = jnp.zeros(state.rows, jnp.int32).at[row_ids].add(counts, mode="drop")
     lengths = state.cache.lengths + added
-    # A drafter that is behind lacks tokens before these: it catches up when the row drafts.
+    # A drafter that is behind lacks tokens before these: it catches up when the row drafts. One
+    # that absorbs may be ahead by the token that is fed again.
     is_level = state.drafter_lengths >= state.cache.lengths
-    drafter_lengths = state.drafter_lengths + jnp.where(is_level, added, 0)
-    if spec.decoder.drafter.taps:
-        drafter_lengths = jnp.where(added > 0, lengths, state.drafter_lengths)
+    drafter_lengths = jnp.where(is_level & (added > 0), lengths, state.drafter_lengths)
     return dataclasses.replace(
         state,
         cache=dataclasses.replace(state.cache, lengths=lengths),

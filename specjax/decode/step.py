@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from specjax.decode.absorb import Committed
+from specjax.decode.absorb import Committed, absorbing_rows
 from specjax.decode.commit import commit, longest_path
 from specjax.decode.draft import draft
 from specjax.decode.kept import keep_committed
@@ -51,7 +51,8 @@ def advance(
     cache, verification = verify(spec, params.target, state, drafted.proposal, beside)
     state = dataclasses.replace(state, cache=cache)
     roots = state.cache.lengths
-    state, info = commit(state, drafter, drafted, verification, absorbs=bool(spec.taps))
+    absorbing = absorbing_rows(spec, state, drafted)
+    state, info = commit(state, drafter, drafted, verification, absorbing)
     info = dataclasses.replace(info, proposed_depth=depth)
     if verification.tapped is None or verification.places is None:
         return state, info, None

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from specjax.drafters.history import Pieces
 
 NOT_KEPT = -1
+CATCH_UP_WIDTH = 16  # tokens of each row per forward, where a model catches up with committed ones
 
 # Fields of a SpeculationConfig that say how a drafter drafts; see DrafterSpec.configured.
 DRAFTER_FIELDS = (
@@ -448,6 +449,8 @@ class Drafter(NamedTuple):
         is row row_ids[i]; the id is `rows` for an unused place.
       absorb: (params, state, fed, next_token_ids, taps, row_ids, max_tokens_per_row) -> state.
         See below; only for specs with `taps`.
+      defer: as `absorb`, and called in its place for tokens of plain steps. It stores what
+        absorbing takes, and `draft` absorbs it when the row drafts. None: `absorb` is called.
       enter_rows: (state, row_ids i32[n], drafter_lengths i32[n]) -> state. These rows hold
         another request from now on, or a preempted request again; row_ids are distinct,
         `rows` in unused places. Their pages already hold the keys and values of
@@ -489,12 +492,22 @@ class Drafter(NamedTuple):
     tree fed need no `move`. A row whose root is its first token has absorbed nothing, and is not
     asked for drafts. Where a row shares pages with other rows, the last token of these pages is
     fed and absorbed again: its pair is the first in a page of the row's own.
+
+    **defer.** Absorbing takes time that a row which does not draft has no use for. A drafter with
+    `defer` is given the tokens of plain steps there. Then a row is behind: of its tokens before
+    the root, the first `decode_state.drafter_lengths` are absorbed, and `draft` absorbs the
+    others of the rows that it drafts for. It sets `Draft.written` to the root of these rows, and
+    to their `drafter_lengths` of the others. What is stored must stay in the slots of the tokens
+    in pages, `absorb` stores it too, and what a slot holds depends on no token after its own: a
+    row may share pages whose tokens no row has absorbed. Of a row that is behind, `absorb` may
+    read keys that nobody wrote: what it writes there is written again.
     """
 
     draft: Callable[[DecoderParams, Any, Any, Array], Draft]
     init: Callable[..., Any] = init_nothing
     prefill: Callable[..., Any] = prefill_nothing
     absorb: Callable[..., Any] = absorb_nothing
+    defer: Callable[..., Any] | None = None
     enter_rows: Callable[[Any, Array, Array], Any] = enter_nothing
     move: Callable[[Any, Array, Array], Any] = move_nothing
     remember: Callable[[Any, Pieces], Any] | None = None

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from pallas_kernels.move_kv import move_kv
 from pallas_kernels.ragged import tokens_of
 from specjax.drafters import token_by_token
-from specjax.drafters.base import Draft, Drafter, by_page
+from specjax.drafters.base import CATCH_UP_WIDTH, Draft, Drafter, by_page
 from specjax.drafters.token_by_token import TokenByToken, batch_of_nodes
 from specjax.drafters.token_set import TokenSet
 from specjax.models.base import MeshAxes, ModelConfig
@@ -30,8 +30,6 @@ from specjax.sampling.vocabulary import Vocabulary
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
 from specjax.types import DecoderParams, DraftTree, TokenBatch
-
-CATCH_UP_WIDTH = 16  # tokens of each row per catch-up forward
 
 _Pages = tuple[kv_cache.Pages, ...]  # of every layer
 

@@ -1,34 +1,38 @@
 """A drafter that is an EAGLE or EAGLE-3 head over the target; drafts chains and trees.
 
 The pair of token j + 1 and the target's hidden states at token j lies in the slot of token j + 1,
-so that what a page holds depends on no token after it. Slot 0 of a row has no pair. Every
-committed token is absorbed, so that nothing is behind when a row drafts. Of the last layer,
-absorbing makes keys and values alone. Its queries, attention, output and MLP run when a row drafts,
-for its newest pair. Keys and values of draft tokens come from the head's own features and are
-overwritten when the tokens are absorbed.
+so that what a page holds depends on no token after it. Slot 0 of a row has no pair. Of the last
+layer, absorbing makes keys and values alone. Its queries, attention, output and MLP run when a row
+drafts, for its newest pair. Keys and values of draft tokens come from the head's own features and
+are overwritten when the tokens are absorbed.
+
+A head of one layer absorbs every committed token, so that nothing is behind when a row drafts. With
+more layers that would cost plain decoding too much. Such a head defers: it stores the feature of
+each token in the token's slot, and runs its layers over the pairs when the row drafts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import layout
 from pallas_kernels.ragged import tokens_of
 from specjax.drafters import token_by_token
-from specjax.drafters.base import Drafter, DrafterContext, by_page, by_row
+from specjax.drafters.base import CATCH_UP_WIDTH, Draft, Drafter, DrafterContext, by_page, by_row
 from specjax.drafters.token_by_token import TokenByToken, batch_of_nodes, keep_newest
 from specjax.models import eagle as eagle1
 from specjax.models import eagle3
 from specjax.models.eagle import EagleConfig
 from specjax.models.eagle3 import Eagle3Config
 from specjax.paged import kv_cache
-from specjax.paged.forward import Part, attention_over, make_decode_batch
+from specjax.paged.forward import Part, attention_over, make_batch, make_decode_batch
 from specjax.sampling.vocabulary import Vocabulary
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
@@ -45,10 +49,13 @@ class EagleState(NamedTuple):
     Attributes:
       pages: of every layer of the head.
       newest: [rows, hidden_size]. The pair is at the position of the row's root.
+      features: [num_pages, page_size, hidden_size], that of each token in the token's own slot;
+        None for a head that does not defer.
     """
 
     pages: tuple[kv_cache.Pages, ...]
     newest: Array
+    features: Array | None = None
 
 
 def drafter(
@@ -62,14 +69,58 @@ def drafter(
       shape: shape of a tree, whose depth is K, or how it grows; None: chains.
     """
     head = EagleHead(**token_by_token.of_head(config, context))
+    propose = functools.partial(token_by_token.draft, head, context.num_speculative_tokens, shape)
+    return functions_of(head, propose)
+
+
+def functions_of(head: EagleHead, propose: Callable[..., Draft]) -> Drafter:
+    """Returns the functions of a head.
+
+    Args:
+      propose: drafts as `Drafter.draft` does, with a head that has caught up.
+    """
+    own, dtype, defers = head.config.layers, head.context.dtype, defers_layers(head.config)
 
     def init(rows: int, max_length: int, num_pages: int, page_size: int) -> EagleState:
         del max_length
-        pages = kv_cache.init_pages(config.layers, num_pages, page_size, context.dtype)
-        return EagleState(pages, jnp.zeros((rows, config.layers.hidden_size), context.dtype))
+        zeros = lambda *shape: jnp.zeros((*shape, own.hidden_size), dtype)
+        pages = kv_cache.init_pages(own, num_pages, page_size, dtype)
+        return EagleState(pages, zeros(rows), zeros(num_pages, page_size) if defers else None)
 
-    draft = functools.partial(token_by_token.draft, head, context.num_speculative_tokens, shape)
-    return Drafter(draft, init=init, absorb=head.absorb, state_axes=_axes, draws_afresh=True)
+    def draft(
+        params: DecoderParams, state: EagleState, decode_state: Any, num_tokens: Array
+    ) -> Draft:
+        if not defers:
+            return propose(params, state, decode_state, num_tokens)
+        takes_part = decode_state.is_active & (num_tokens > 0)
+        state, written = head.catch_up(params, state, decode_state, takes_part)
+        return propose(params, state, decode_state, num_tokens)._replace(written=written)
+
+    return Drafter(
+        draft,
+        init=init,
+        absorb=head.absorb,
+        defer=head.defer if defers else None,
+        state_axes=_axes,
+        draws_afresh=True,
+    )
+
+
+def defers_layers(config: AnyEagle) -> bool:
+    """Returns whether a head stores features at K = 0, and runs its layers when a row drafts.
+
+    Of one layer, absorbing makes keys and values alone, which takes less memory than features and
+    hardly more time.
+    """
+    return config.layers.num_layers > 1
+
+
+def bytes_per_token(config: AnyEagle, dtype: Any) -> int:
+    """Returns the bytes of a head's pages per token of a row."""
+    numbers = kv_cache.numbers_per_token(config.layers)
+    if defers_layers(config):
+        numbers += config.layers.hidden_size
+    return numbers * jnp.dtype(dtype).itemsize
 
 
 def equations_of(config: AnyEagle) -> Any:
@@ -78,7 +129,7 @@ def equations_of(config: AnyEagle) -> Any:
 
 
 def _axes(state: EagleState) -> Any:
-    return EagleState(by_page(state.pages), by_row(state.newest))
+    return EagleState(by_page(state.pages), by_row(state.newest), by_page(state.features))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,18 +156,93 @@ class EagleHead(TokenByToken):
     ) -> EagleState:
         """Runs the pairs of the tokens after those that were fed; see `Drafter.absorb`."""
         features = self.model.feature(params.drafter, self.config, taps)
+        slots = kv_cache.slots(
+            fed.block_table, fed.row_ids, fed.positions + 1, **_page_sizes(state)
+        )
         pairs = dataclasses.replace(
             fed,
             token_ids=next_token_ids,
             positions=fed.positions + 1,
             lengths=fed.lengths + 1,
-            slot_mapping=_slots(state, fed.block_table, fed.row_ids, fed.positions + 1),
+            slot_mapping=slots,
         )
-        x, pages = self.enter(params, pairs, features), state.pages
+        x, pages = self.run_pairs(params, state.pages, pairs, features, max_tokens_per_row)
+        newest = keep_newest(state.newest, x, fed, row_ids)
+        return EagleState(pages, newest, _stored(state, fed, features))
+
+    def defer(
+        self,
+        params: DecoderParams,
+        state: EagleState,
+        fed: TokenBatch,
+        next_token_ids: Array,
+        taps: tuple[Array, ...],
+        row_ids: Array,
+        max_tokens_per_row: int,
+    ) -> EagleState:
+        """Stores the features of the tokens that were fed; see `Drafter.defer`."""
+        del next_token_ids, row_ids, max_tokens_per_row
+        features = self.model.feature(params.drafter, self.config, taps)
+        return state._replace(features=_stored(state, fed, features))
+
+    def catch_up(
+        self, params: DecoderParams, state: EagleState, decode_state: Any, takes_part: Array
+    ) -> tuple[EagleState, Array]:
+        """Runs the pairs that rows lack up to their root, from the features that are stored.
+
+        Every row runs up to CATCH_UP_WIDTH of them at a time.
+
+        Args:
+          takes_part: bool[rows]; other rows stay behind.
+
+        Returns:
+          The state, and `Draft.written`, i32[rows].
+        """
+        cache, history = decode_state.cache, decode_state.history
+        root, done, rows = cache.lengths, decode_state.drafter_lengths, decode_state.rows
+        sizes = {"page_size": cache.page_size, "num_slots": cache.num_slots}
+        first = jnp.maximum(done, FIRST_PAIR)
+        num_behind = jnp.where(takes_part & (done < root), root + 1 - first, 0)
+
+        def run_next(carry: tuple[EagleState, Array]) -> tuple[EagleState, Array]:
+            state, num_run = carry
+            counts = jnp.clip(num_behind - num_run, 0, CATCH_UP_WIDTH)
+            pairs = make_batch(
+                history,
+                cache.block_table,
+                first + num_run,
+                counts,
+                num_tokens=rows * CATCH_UP_WIDTH,
+                **sizes,
+            )
+            before = kv_cache.slots(cache.block_table, pairs.row_ids, pairs.positions - 1, **sizes)
+            features = _by_slot(state)[jnp.minimum(before, cache.num_slots - 1)]
+            x, pages = self.run_pairs(params, state.pages, pairs, features, CATCH_UP_WIDTH)
+            newest = keep_newest(state.newest, x, pairs, jnp.arange(rows, dtype=jnp.int32))
+            return state._replace(pages=pages, newest=newest), num_run + counts
+
+        is_behind = lambda carry: jnp.any(carry[1] < num_behind)
+        state, _ = jax.lax.while_loop(is_behind, run_next, (state, jnp.zeros_like(num_behind)))
+        return state, jnp.where(takes_part, root, done)
+
+    def run_pairs(
+        self,
+        params: DecoderParams,
+        pages: tuple[kv_cache.Pages, ...],
+        pairs: TokenBatch,
+        features: Array,
+        max_tokens_per_row: int,
+    ) -> tuple[Array, tuple[kv_cache.Pages, ...]]:
+        """Absorbs pairs; returns what the last layer adds to, and the pages.
+
+        Args:
+          features: [num_tokens, hidden_size], of the token before each.
+        """
+        x = self.enter(params, pairs, features)
         x, below = self.run(params, pages[:-1], pairs, x, max_tokens_per_row)
         # What the last layer says is not used: the compiler leaves out all but keys and values.
         _, last = self.run(params, pages[-1:], pairs, x, max_tokens_per_row, self.last_layer)
-        return EagleState((*below, *last), keep_newest(state.newest, x, fed, row_ids))
+        return x, (*below, *last)
 
     def begin(
         self, params: DecoderParams, state: EagleState, decode_state: Any, takes_part: Array
@@ -251,8 +377,21 @@ class _Fed:
         return tokens[jnp.clip(self.batch.row_starts[1:] - 1, 0, self._most)]
 
 
-def _slots(state: EagleState, block_table: Array, row_ids: Array, positions: Array) -> Array:
-    """Returns the slots of positions, i32[num_tokens]; the number of slots where there is none."""
+def _page_sizes(state: EagleState) -> dict[str, int]:
     keys, _ = state.pages[0]
-    sizes = {"page_size": layout.page_size(keys), "num_slots": layout.num_slots(keys)}
-    return kv_cache.slots(block_table, row_ids, positions, **sizes)
+    return {"page_size": layout.page_size(keys), "num_slots": layout.num_slots(keys)}
+
+
+def _by_slot(state: EagleState) -> Array:
+    """Returns the features that are stored, [num_slots, hidden_size]."""
+    assert state.features is not None
+    return state.features.reshape(-1, state.features.shape[-1])
+
+
+def _stored(state: EagleState, fed: TokenBatch, features: Array) -> Array | None:
+    """Returns the features that are stored, with those of the tokens that were fed."""
+    if state.features is None:
+        return None
+    features = features.astype(state.features.dtype)
+    slots = _by_slot(state).at[fed.slot_mapping].set(features, mode="drop")
+    return slots.reshape(state.features.shape)

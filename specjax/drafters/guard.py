@@ -28,8 +28,17 @@ class DrafterError(Exception):
 
 
 # The functions of a Drafter, and which of their arguments is the state that they return anew.
-_STATE_ARGUMENT = {"draft": 1, "prefill": 1, "absorb": 1, "enter_rows": 0, "move": 0, "remember": 0}
+_STATE_ARGUMENT = {
+    "draft": 1,
+    "prefill": 1,
+    "absorb": 1,
+    "defer": 1,
+    "enter_rows": 0,
+    "move": 0,
+    "remember": 0,
+}
 _FUNCTIONS = (*_STATE_ARGUMENT, "init", "state_axes")
+_MAY_BE_NONE = ("defer", "remember")
 
 
 def abstract_drafter_params(spec: DrafterSpec, target: ModelConfig, dtype: Any) -> Any:
@@ -89,6 +98,7 @@ def guarded(drafter: Drafter, spec: DrafterSpec, context: DrafterContext) -> Dra
                 rows, draws_afresh = arguments[3].shape[0], drafter.draws_afresh
                 result = _checked(result, rows, spec, context, draws_afresh)
                 _check_pages(result.pages, arguments[2], spec)
+                _check_written(result.written, drafter)
                 _check_state(name, result.state, arguments[1])
             else:
                 _check_state(name, result, arguments[_STATE_ARGUMENT[name]])
@@ -96,8 +106,8 @@ def guarded(drafter: Drafter, spec: DrafterSpec, context: DrafterContext) -> Dra
 
         return run
 
-    names = (name for name in _FUNCTIONS if (name, getattr(drafter, name)) != ("remember", None))
-    return drafter._replace(**{name: guard(name) for name in names})
+    is_left = lambda name: name in _MAY_BE_NONE and getattr(drafter, name) is None
+    return drafter._replace(**{name: guard(name) for name in _FUNCTIONS if not is_left(name)})
 
 
 def _checked(
@@ -238,6 +248,14 @@ def _check_pages(pages: Any, decode_state: Any, spec: DrafterSpec) -> None:
         )
     if pages is not None:
         _check_state("draft", pages, decode_state.cache.pages)
+
+
+def _check_written(written: Any, drafter: Drafter) -> None:
+    if drafter.defer is not None and written is None:
+        raise DrafterError(
+            "it has a defer, and its draft returned written=None; expected int32[rows]: the root "
+            "of rows that it caught up with, decode_state.drafter_lengths of the others"
+        )
 
 
 def _check_axes(axes: Any, state: Any) -> None:

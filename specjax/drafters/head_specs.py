@@ -97,7 +97,7 @@ class EagleDrafter(_OverTarget, Shaped):
 
     def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
         del target
-        return kv_cache.numbers_per_token(self.config.layers) * jnp.dtype(dtype).itemsize
+        return eagle.bytes_per_token(self.config, dtype)
 
     def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
         del target
@@ -115,13 +115,17 @@ class EagleDrafter(_OverTarget, Shaped):
         return (_head_work(self.config.layers, products, dtype, block=block),)
 
     def absorb_work(self, target: ModelConfig, dtype: Any) -> ModelWork:
-        """Returns the work of all layers but the last, of which keys and values alone are made."""
+        """Returns the work of what is read: of a head of one layer, its keys and values alone; of
+        one that defers its layers, none of them."""
         del target
         leaves = eagle.equations_of(self.config).weights_of(self.config)
-        *below, last = leaves["layers"]
-        products = weights.num_weights((leaves["fc"], below, last["k_proj"], last["v_proj"]))
-        own = dataclasses.replace(self.config.layers, num_layers=len(below))
-        return _head_work(own, products, dtype)
+        own = dataclasses.replace(self.config.layers, num_layers=0)
+        if eagle.defers_layers(self.config):
+            read = leaves["fc"] if isinstance(self.config, Eagle3Config) else ()
+        else:
+            (last,) = leaves["layers"]
+            read = leaves["fc"], last["k_proj"], last["v_proj"]
+        return _head_work(own, weights.num_weights(read), dtype)
 
     def build(self, context: DrafterContext) -> Drafter:
         if _takes_masks(self.config):

@@ -83,6 +83,10 @@ def drafter(
     def absorb(params: DecoderParams, state: HybridState, *arguments: Any) -> HybridState:
         return dataclasses.replace(state, pages=model.absorb(params, state.pages, *arguments))
 
+    def defer(params: DecoderParams, state: HybridState, *arguments: Any) -> HybridState:
+        assert model.defer is not None
+        return dataclasses.replace(state, pages=model.defer(params, state.pages, *arguments))
+
     def draft(
         params: DecoderParams, state: HybridState, decode_state: Any, num_tokens: Array
     ) -> Draft:
@@ -145,6 +149,7 @@ def drafter(
         init=init,
         prefill=prefill,
         absorb=absorb,
+        defer=None if model.defer is None else defer,
         draft=draft,
         enter_rows=enter_rows,
         move=move,

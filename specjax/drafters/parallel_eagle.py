@@ -34,14 +34,14 @@ def drafter(config: Eagle3Config, context: DrafterContext) -> Drafter:
     head = ParallelHead(**token_by_token.of_head(config, context))
     depth = context.num_speculative_tokens
 
-    def draft(
+    def propose(
         params: DecoderParams, state: EagleState, decode_state: Any, num_tokens: Array
     ) -> Draft:
         asked = Asked(state, num_tokens)
         drafted = token_by_token.draft(head, depth, None, params, asked, decode_state, num_tokens)
         return drafted._replace(state=state._replace(pages=drafted.state.pages))
 
-    return eagle.drafter(config, context)._replace(draft=draft)
+    return eagle.functions_of(head, propose)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -197,9 +197,11 @@ class RunState:
         """Makes the device's state if there is none, and sets its scales if they are missing."""
         if self.device_state is None:
             self.device_state, self.has_scales = self._new_state(), False
-            drafter = jax.tree.leaves(self.device_state.drafter)
-            self.scheduler.needs_drafter = bool(drafter)
-            self.scheduler.feeds_shared_again = bool(drafter and self.decoder.drafter.taps)
+            has_state = bool(jax.tree.leaves(self.device_state.drafter))
+            absorbs = has_state and bool(self.decoder.drafter.taps)
+            self.scheduler.needs_drafter = has_state
+            self.scheduler.feeds_shared_again = absorbs
+            self.scheduler.catches_up = not absorbs or self.decoder.defers
         if self.is_quantized and not self.has_scales and self.params.target is not None:
             self.device_state = self.decoder.with_kv_scales(self.params, self.device_state)
             self.has_scales = True
@@ -273,6 +275,7 @@ class RunState:
         if self.device_state is not None:
             self.device_state = without_drafter(self.device_state)
             self.scheduler.needs_drafter = self.scheduler.feeds_shared_again = False
+            self.scheduler.catches_up = True
         self.faults.turn_drafter_off(reason)
 
     def do_without(self, error: Exception) -> None:

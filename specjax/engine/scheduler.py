@@ -67,8 +67,10 @@ class Scheduler:
 
     Attributes:
       feeds_shared_again: whether a row feeds the last token of its shared pages again to get
-        its hidden states: a drafter that absorbs them pairs each with the next token. Such a
-        drafter cannot catch up later, so that shared pages must hold its keys and values too.
+        its hidden states: a drafter that absorbs them pairs each with the next token. Where the
+        drafter is behind, it does not: it catches up with that token too.
+      catches_up: whether the drafter can catch up later. If not, shared pages must hold its keys
+        and values too.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Scheduler:
         self._most_batch_tokens = most_batch_tokens
         self._shares_prefixes = shares_prefixes
         self.needs_drafter = needs_drafter
-        self.feeds_shared_again = False
+        self.feeds_shared_again, self.catches_up = False, True
         self._prefilling: list[Row] = []  # in the order of their requests
 
     @property
@@ -435,7 +437,7 @@ class Scheduler:
             known += tail.num_tokens
         if not self.needs_drafter:
             num_drafter = known
-        elif self.feeds_shared_again:
+        elif not self.catches_up:
             known = num_drafter
             tail = tail if known > len(shared) * size else None
         return _Candidate(index, shared, tail, known, num_drafter)
@@ -486,12 +488,13 @@ class Scheduler:
             if tail is not None:
                 pool.claim(tail)
                 pages.append(tail.page)
+            feeds_again = self.feeds_shared_again and 0 < num_known == num_drafter
             self.rows[index] = row = Row(
                 index,
                 shard,
                 request,
                 token_ids,
-                num_prefilled=num_known - int(self.feeds_shared_again and num_known > 0),
+                num_prefilled=num_known - int(feeds_again),
                 num_drafter_final=num_drafter,
                 prefixes=[prefix.id for prefix in shared],
                 num_drafter_remembered=min(num_drafter // self.sizes.page_size, len(shared)),
@@ -535,7 +538,7 @@ class Scheduler:
         found = pool.find(token_ids[:-1])
         if not all(prefix.is_ready for prefix in found):
             return None
-        if self.feeds_shared_again:
+        if not self.catches_up:
             lacking = [i for i, prefix in enumerate(found) if not prefix.has_drafter]
             found = found[: lacking[0]] if lacking else found
         return found

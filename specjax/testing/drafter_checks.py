@@ -353,22 +353,29 @@ class _Check:
         expected = jax.eval_shape(lambda: state.drafter)
         self.check_bytes(expected)
         told = self.decoder.step_spec(0, absorbs=bool(self.spec.taps))
-        spec = dataclasses.replace(told, drafter=drafter)
         ids = jnp.arange(ROWS, dtype=jnp.int32)
         row = Row(0, 0, self.occupant(0).request, PROMPTS[0], 0, 0)
         admission = make_admission(self.decoder, [[row]], ROWS)
-        feed = functools.partial(prefill, spec, num_tokens=ROWS * WIDTH)
         some, table = ids[:BUCKET], jnp.asarray(rows.table)
-        prefilled = lambda state: feed(self.params, state, table, ids, ids).drafter
+
+        def fed(num_speculative_tokens: int, state: decode_state.DecodeState) -> Any:
+            spec = dataclasses.replace(
+                told, drafter=drafter, num_speculative_tokens=num_speculative_tokens
+            )
+            feed = functools.partial(prefill, spec, num_tokens=ROWS * WIDTH)
+            return feed(self.params, state, table, ids, ids).drafter
+
         calls = {
             "enter_rows": lambda state: decode_state.admit(state, drafter, admission).drafter,
-            "absorb" if self.spec.taps else "prefill": prefilled,
+            "absorb" if self.spec.taps else "prefill": functools.partial(fed, 1),
             "draft": lambda state: self.propose(state, ids).state,
             "move": lambda state: drafter.move(state.drafter, ids, ids),
             "state_axes": lambda state: base.put_rows(
                 drafter, state.drafter, some, base.take_rows(drafter, state.drafter, some)
             ),
         }
+        if drafter.defer is not None:
+            calls["defer"] = functools.partial(fed, 0)
         for name, call in calls.items():
             found = jax.eval_shape(call, state)
             assert _described(found) == _described(expected), (

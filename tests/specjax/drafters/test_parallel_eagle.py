@@ -118,6 +118,37 @@ def test_rows_are_asked_for_numbers_of_their_own(asked, monkeypatch):
         np.testing.assert_allclose(found, expected[: asked[row]], rtol=1e-5, atol=1e-4)
 
 
+def test_a_head_of_several_layers_catches_up_from_what_it_stored():
+    config, params = make_head("two_layers", mask_token_id=MASK)
+    rows, reference = MaskRows(config, params, DEPTH), OverMasks(config, params)
+    rng = np.random.default_rng(6)
+    texts, roots = rng.integers(0, VOCAB, (2, 26)).tolist(), (9, 24)
+    taps = rng.standard_normal((2, 25, CAPTURED, WIDTH))
+    for row, root in enumerate(roots):
+        rows.write(row, texts[row])
+        rows.absorb(row, 0, taps[row, :3])
+        for first in range(3, root, 8):  # row 1 lacks more pairs than one pass runs
+            rows.absorb(row, first, taps[row, first : min(first + 8, root)], defers=True)
+    before = rows.state
+    assert rows.catch_up(roots, (3, 3), (False, True)) == [3, 24]
+    assert rows.catch_up(roots, (3, 24), (False, True)) == [3, 24]
+    expected, drafts = reference.draft(texts[1][:25], taps[1, :24], DEPTH)
+    found, said = rows.follow(1, 24, drafts)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+    assert said == drafts
+    # Another row's keys, values and newest pair stay as they were.
+    np.testing.assert_array_equal(rows.state.newest[0], before.newest[0])
+    own = np.asarray(rows.table[0])
+    for now, then in zip(jax.tree.leaves(rows.state.pages), jax.tree.leaves(before.pages)):
+        np.testing.assert_array_equal(np.asarray(now)[own], np.asarray(then)[own])
+    # Absorbing goes on from there, and so does the other row.
+    rows.absorb(1, 24, taps[1, 24:25])
+    assert rows.catch_up((9, 25), (3, 25), (True, True)) == [9, 25]
+    for row, root in ((0, 9), (1, 25)):
+        expected, drafts = reference.draft(texts[row][: root + 1], taps[row, :root], 2)
+        np.testing.assert_allclose(rows.follow(row, root, drafts)[0], expected, 1e-5, 1e-4)
+
+
 @pytest.mark.parametrize("temperature", quick([0.0, 0.8], slow=[0.0]))
 def test_tokens_are_those_of_plain_decoding(temperature):
     sampling = specjax.SamplingParams(temperature=temperature, max_tokens=20, seed=3)

@@ -46,7 +46,7 @@ def test_pages_are_shared_when_the_drafter_has_caught_up():
 
 def test_a_row_makes_the_drafters_keys_anew_where_it_cannot_catch_up():
     scheduler = Scheduler(SIZES, needs_drafter=True)
-    scheduler.feeds_shared_again = True
+    scheduler.feeds_shared_again, scheduler.catches_up = True, False
     row = admit(scheduler, make_request(1, [1, 2, 3], 20))
     assert not scheduler.reserve(np.array([row.index]), 15)
     scheduler.take_tokens(row, [4, 5, 6, 7, 8, 9], 2)
@@ -99,10 +99,11 @@ def test_pages_of_earlier_weights_are_not_gone_on_with(is_new, length):
     scheduler.check()
 
 
-def test_a_drafter_that_absorbs_goes_on_no_further_than_it_has_absorbed():
+@pytest.mark.parametrize("catches_up", [False, True])
+def test_a_drafter_that_absorbs_goes_on_from_what_it_has_absorbed(catches_up):
     for num_drafted in (6, 5, 4, 3):
         scheduler = Scheduler(SIZES, needs_drafter=True)
-        scheduler.feeds_shared_again = True
+        scheduler.feeds_shared_again, scheduler.catches_up = True, catches_up
         row = admit(scheduler, make_request(1, [1, 2, 3], 9))
         own = np.array([row.index])
         assert not scheduler.reserve(own, 8)
@@ -112,9 +113,16 @@ def test_a_drafter_that_absorbs_goes_on_no_further_than_it_has_absorbed():
         scheduler.release(row)
         scheduler.waiting.push(make_request(2, [*row.token_ids, 8], 4))
         (again,) = scheduler.admit(4)
-        # Its last known token is fed again, for what it absorbs.
-        known = num_drafted if num_drafted >= 4 else 0
-        assert (again.num_prefilled, again.num_drafter_final) == (max(known - 1, 0), known)
+        # Six tokens are known, which a page and a tail hold. The last one is fed again for what is
+        # absorbed, unless the drafter lacks tokens before it, which it catches up with.
+        known, drafted = 6, num_drafted if num_drafted >= 4 else 0
+        if not catches_up:
+            known = drafted
+        fed = known - int(0 < known == drafted)
+        assert (again.num_prefilled, again.num_drafter_final) == (fed, drafted)
+        scheduler.next_chunk(scheduler.next_prompts())
+        is_level = drafted == known
+        assert again.num_drafter_final == (again.num_prefilled if is_level else drafted)
         scheduler.check()
 
 
