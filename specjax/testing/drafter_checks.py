@@ -155,12 +155,17 @@ class _Rows:
         self._num_fed = np.zeros(ROWS, np.int32)
 
     def enter(
-        self, occupants: dict[int, _Occupant], *, pages_of: tuple[int, int] | None = None
+        self,
+        occupants: dict[int, _Occupant],
+        *,
+        pages_of: tuple[int, int] | None = None,
+        is_level: bool = True,
     ) -> None:
         """Puts requests into rows, replacing their content, without feeding any token.
 
         Args:
           pages_of: a row whose first pages the requests share, and how many; None: no sharing.
+          is_level: whether the drafter counts as having seen these pages; if not, it catches up.
         """
         num_shared = 0
         own = own_pages(ROWS, self.table.shape[1])
@@ -177,9 +182,11 @@ class _Rows:
                 self.table[row, :num_pages] = self.table[other, :num_pages]
                 num_shared = num_pages * PAGE_SIZE
             # The last token that is shared is fed again for its hidden states.
-            num_fed = num_shared - int(bool(self.decoder.drafter.taps) and num_shared > 0)
+            feeds_again = bool(self.decoder.drafter.taps) and num_shared > 0 and is_level
+            num_fed = num_shared - int(feeds_again)
+            num_drafter = num_shared if is_level else 0
             self._entered[row] = Row(
-                row, 0, occupant.request, occupant.token_ids, num_fed, num_shared
+                row, 0, occupant.request, occupant.token_ids, num_fed, num_drafter
             )
             self._is_new[row] = True
             self._num_fed[row] = num_fed
@@ -419,6 +426,8 @@ class _Check:
         rows.decode(0, 2)
         rows.decode(0, 2)
         self.check_drafts(rows, "after steps at K = 0")
+        rows.decode(depth, 1, caps=[depth, 0, 1, 0])
+        self.check_drafts(rows, "after a row did not draft that decoded at K = 0 before")
         rows.decode(depth, 2, rows=some)
         self.check_drafts(rows, "after steps in a smaller row bucket")
         # The second request is preempted, and comes back in another row; its own is reused.
@@ -443,6 +452,11 @@ class _Check:
         self.check_drafts(rows, "after a row came to read the pages of another")
         rows.decode(depth, 1)
         self.check_drafts(rows, "after drafting in a row that reads the pages of another")
+        if not self.spec.taps or self.decoder.defers:
+            rows.enter({2: texts[4]})
+            rows.enter({0: texts[5]}, pages_of=(1, 2), is_level=False)
+            rows.feed()
+            self.check_drafts(rows, "after a row came to read pages that the drafter had not seen")
         return texts
 
     def occupant(self, number: int) -> _Occupant:
