@@ -33,7 +33,11 @@ class BlockSizes:
 
 
 DEFAULT = BlockSizes()
-CANDIDATES = tuple(BlockSizes(q, t) for q in (16, 32, 64, 128) for t in (128, 256, 512, 1024))
+# Where few query heads share a key head, more tokens make as many rows of a matrix as one matrix
+# unit of 256 x 256 and a second step want; see `bundles` and docs/benchmarks/kernels.md.
+OF_FEW_HEADS = BlockSizes(queries=256)
+FEW_HEADS = (2, 3)
+CANDIDATES = tuple(BlockSizes(q, t) for q in (16, 32, 64, 128, 256) for t in (128, 256, 512, 1024))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +46,7 @@ class _Core:
 
     cores: int  # that share the blocks of a call
     vmem_bytes: int  # of a core
+    is_wide: bool = False  # a matrix unit of 256 x 256, not 128 x 128
 
 
 # By what jax calls a device; sizes as in jax's own pltpu.get_tpu_info (jax 0.10.2).
@@ -50,8 +55,8 @@ _CORES = {
     "TPU v5 lite": _Core(1, 128 << 20),
     "TPU v5": _Core(2, 64 << 20),
     "TPU v5p": _Core(2, 64 << 20),
-    "TPU v6 lite": _Core(1, 128 << 20),
-    "TPU7x": _Core(1, 64 << 20),
+    "TPU v6 lite": _Core(1, 128 << 20, is_wide=True),
+    "TPU7x": _Core(1, 64 << 20, is_wide=True),
 }
 _UNKNOWN = _Core(2, 16 << 20)  # the least of all generations; two cores are right for one as well
 _SPARE_BYTES = 2 << 20  # for what the compiler itself keeps in VMEM
@@ -99,7 +104,7 @@ def choose(
     rows: int,
     context: int,
 ) -> BlockSizes:
-    """Returns the sizes of the device's nearest entry, or DEFAULT if it has none.
+    """Returns the sizes of the device's nearest entry, or the default of its kind if it has none.
 
     Entries are compared by tokens per row, then by rows, then by context.
     """
@@ -113,7 +118,10 @@ def choose(
         abs(entry.rows - rows),
         abs(entry.context - context),
     )
-    return min(own, key=distance).sizes if own else DEFAULT
+    if own:
+        return min(own, key=distance).sizes
+    is_wide = _CORES.get(device_kind or "", _UNKNOWN).is_wide
+    return OF_FEW_HEADS if is_wide and group in FEW_HEADS else DEFAULT
 
 
 @functools.cache
