@@ -17,13 +17,13 @@ from specjax.bench.roofline_cases import (
     CHAIN,
     CONTEXTS,
     HEADS,
-    P_EAGLE,
     SELF,
     Case,
     Layers,
     of_first_layers,
     program,
 )
+from specjax.drafters import eagle
 from specjax.models.dflash import DFlashConfig
 from specjax.models.eagle3 import Eagle3Config
 from specjax.paged.work import ModelWork, model_work
@@ -133,8 +133,12 @@ def _absorbed(case: Case, config: Eagle3Config | DFlashConfig, nodes: int) -> in
     weights = config.hidden_size * config.fc_width
     if isinstance(config, DFlashConfig):
         weights += own.num_layers * 2 * own.num_kv_heads * own.head_dim * own.hidden_size
-    stored = config.hidden_size if case.draft == P_EAGLE else 0
+    stored = config.hidden_size if _defers(config) else 0
     return weights + case.rows * nodes * (2 * config.fc_width + stored)
+
+
+def _defers(config: Eagle3Config | DFlashConfig) -> bool:
+    return isinstance(config, Eagle3Config) and eagle.defers_layers(config)
 
 
 def keeps_draft_layers(case: Case, request: PlanRequest, layers: Layers, traffic: Traffic) -> bool:
@@ -236,8 +240,8 @@ def _traffic(case: Case, request: PlanRequest, read: Program, context: int) -> T
     if case.draft in HEADS:
         # Feeds all draft tokens but the last, or draws all but the first one after the other.
         turns = (case.num_speculative_tokens - 1,)
-    if case.draft == P_EAGLE:
-        turns = 0, *turns  # it has nothing to catch up with
+        if _defers(HEADS[case.draft]()):
+            turns = 0, *turns  # it has nothing to catch up with
     if case.draft in SELF:
         turns = (case.num_speculative_tokens - 1,)
     if request.drafter.configs:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 NOT_KEPT = -1
 CATCH_UP_WIDTH = 16  # tokens of each row per forward, where a model catches up with committed ones
+LEAST_CATCH_UP, MOST_CATCH_UP = 64, 512  # of all rows, where these share them in any proportion
 
 # Fields of a SpeculationConfig that say how a drafter drafts; see DrafterSpec.configured.
 DRAFTER_FIELDS = (
@@ -486,12 +487,13 @@ class Drafter(NamedTuple):
         max_tokens_per_row  static
 
     It is called after commit where K > 0; every few steps at K = 0, with the tokens of all of
-    them; for both parts of a mixed step; and chunk by chunk for prompts. So when `draft` is
-    called, the drafter has absorbed every token before the root, with the root as the last next
-    token: there is nothing to catch up with, `Draft.written` stays None, and the nodes that a
-    tree fed need no `move`. A row whose root is its first token has absorbed nothing, and is not
-    asked for drafts. Where a row shares pages with other rows, the last token of these pages is
-    fed and absorbed again: its pair is the first in a page of the row's own.
+    them; for both parts of a mixed step; and chunk by chunk for prompts. So without `defer`, when
+    `draft` is called, the drafter has absorbed every token before the root, with the root as the
+    last next token: there is nothing to catch up with, `Draft.written` stays None, and the nodes
+    that a tree fed need no `move`. A row whose root is its first token has absorbed nothing, and
+    is not asked for drafts. Where a row shares pages with other rows, the last token of these
+    pages is fed and absorbed again, unless the row is behind (see defer): its pair is the first in
+    a page of the row's own.
 
     **defer.** Absorbing takes time that a row which does not draft has no use for. A drafter with
     `defer` is given the tokens of plain steps there. Then a row is behind: of its tokens before

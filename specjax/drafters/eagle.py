@@ -25,7 +25,16 @@ from jax import Array
 from pallas_kernels import layout
 from pallas_kernels.ragged import tokens_of
 from specjax.drafters import token_by_token
-from specjax.drafters.base import CATCH_UP_WIDTH, Draft, Drafter, DrafterContext, by_page, by_row
+from specjax.drafters.base import (
+    CATCH_UP_WIDTH,
+    LEAST_CATCH_UP,
+    MOST_CATCH_UP,
+    Draft,
+    Drafter,
+    DrafterContext,
+    by_page,
+    by_row,
+)
 from specjax.drafters.token_by_token import TokenByToken, batch_of_nodes, keep_newest
 from specjax.models import eagle as eagle1
 from specjax.models import eagle3
@@ -155,7 +164,7 @@ class EagleHead(TokenByToken):
         max_tokens_per_row: int,
     ) -> EagleState:
         """Runs the pairs of the tokens after those that were fed; see `Drafter.absorb`."""
-        features = self.model.feature(params.drafter, self.config, taps)
+        features = self._features(params, taps)
         slots = kv_cache.slots(
             fed.block_table, fed.row_ids, fed.positions + 1, **_page_sizes(state)
         )
@@ -182,15 +191,19 @@ class EagleHead(TokenByToken):
     ) -> EagleState:
         """Stores the features of the tokens that were fed; see `Drafter.defer`."""
         del next_token_ids, row_ids, max_tokens_per_row
-        features = self.model.feature(params.drafter, self.config, taps)
+        features = self._features(params, taps)
         return state._replace(features=_stored(state, fed, features))
+
+    def _features(self, params: DecoderParams, taps: tuple[Array, ...]) -> Array:
+        """Returns the features of tokens as they are stored, [num_tokens, hidden_size]."""
+        return self.model.feature(params.drafter, self.config, taps).astype(self.context.dtype)
 
     def catch_up(
         self, params: DecoderParams, state: EagleState, decode_state: Any, takes_part: Array
     ) -> tuple[EagleState, Array]:
         """Runs the pairs that rows lack up to their root, from the features that are stored.
 
-        Every row runs up to CATCH_UP_WIDTH of them at a time.
+        A pass takes up to MOST_CATCH_UP of them, of the first rows that lack any.
 
         Args:
           takes_part: bool[rows]; other rows stay behind.
@@ -203,21 +216,23 @@ class EagleHead(TokenByToken):
         sizes = {"page_size": cache.page_size, "num_slots": cache.num_slots}
         first = jnp.maximum(done, FIRST_PAIR)
         num_behind = jnp.where(takes_part & (done < root), root + 1 - first, 0)
+        num_tokens = min(max(rows * CATCH_UP_WIDTH, LEAST_CATCH_UP), MOST_CATCH_UP)
 
         def run_next(carry: tuple[EagleState, Array]) -> tuple[EagleState, Array]:
             state, num_run = carry
-            counts = jnp.clip(num_behind - num_run, 0, CATCH_UP_WIDTH)
+            left = num_behind - num_run
+            counts = jnp.clip(num_tokens - (jnp.cumsum(left) - left), 0, left)
             pairs = make_batch(
                 history,
                 cache.block_table,
                 first + num_run,
                 counts,
-                num_tokens=rows * CATCH_UP_WIDTH,
+                num_tokens=num_tokens,
                 **sizes,
             )
             before = kv_cache.slots(cache.block_table, pairs.row_ids, pairs.positions - 1, **sizes)
             features = _by_slot(state)[jnp.minimum(before, cache.num_slots - 1)]
-            x, pages = self.run_pairs(params, state.pages, pairs, features, CATCH_UP_WIDTH)
+            x, pages = self.run_pairs(params, state.pages, pairs, features, num_tokens)
             newest = keep_newest(state.newest, x, pairs, jnp.arange(rows, dtype=jnp.int32))
             return state._replace(pages=pages, newest=newest), num_run + counts
 
@@ -392,6 +407,5 @@ def _stored(state: EagleState, fed: TokenBatch, features: Array) -> Array | None
     """Returns the features that are stored, with those of the tokens that were fed."""
     if state.features is None:
         return None
-    features = features.astype(state.features.dtype)
     slots = _by_slot(state).at[fed.slot_mapping].set(features, mode="drop")
     return slots.reshape(state.features.shape)

@@ -291,7 +291,7 @@ def _has_nan(scores: Array, is_suspect: Array, vocabulary: Vocabulary) -> Array:
 def of_head(config: Any, context: DrafterContext) -> dict[str, Any]:
     """Returns the fields of a head over the target: `TokenByToken`'s, its config and the context.
 
-    A head absorbs every committed token, so that it keeps nothing that it was fed for a draft.
+    A head absorbs committed tokens anew, so that it keeps nothing that it was fed for a draft.
     """
     return {
         "vocab_size": config.target_vocab_size,

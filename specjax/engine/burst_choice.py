@@ -166,11 +166,15 @@ class BurstChoice:
     def _num_behind(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Returns the tokens of each row that the drafter has not seen, i64[rows]."""
         flights, scheduler = self._run.flights, self._run.scheduler
-        # A drafting burst in flight lets the drafter catch up; after a plain one it is behind.
-        drafts_already = bool(flights and flights[-1].depth)
-        if drafts_already or not scheduler.needs_drafter:
+        if not scheduler.needs_drafter:
             return np.ones_like(tokens)
-        return tokens - scheduler.table.num_drafter_final[rows]
+        num_behind = tokens - scheduler.table.num_drafter_final[rows]
+        if flights and flights[-1].depth:
+            # A burst in flight lets the drafter catch up, but for rows that draft nothing in it.
+            last = flights[-1]
+            drafting = last.own[np.asarray(last.asked_depth) > 0]
+            num_behind[np.isin(rows, drafting)] = 1
+        return num_behind
 
     def _limit(self, rows: np.ndarray) -> tuple[int | None, str]:
         """Returns the largest K allowed now, None for no limit, and the reason of the limit."""

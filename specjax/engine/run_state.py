@@ -196,12 +196,13 @@ class RunState:
     def ensure_state(self) -> None:
         """Makes the device's state if there is none, and sets its scales if they are missing."""
         if self.device_state is None:
-            self.device_state, self.has_scales = self._new_state(), False
+            self.device_state, catches_up = self._new_state()
+            self.has_scales = False
             has_state = bool(jax.tree.leaves(self.device_state.drafter))
             absorbs = has_state and bool(self.decoder.drafter.taps)
             self.scheduler.needs_drafter = has_state
             self.scheduler.feeds_shared_again = absorbs
-            self.scheduler.catches_up = not absorbs or self.decoder.defers
+            self.scheduler.catches_up = catches_up or not absorbs
         if self.is_quantized and not self.has_scales and self.params.target is not None:
             self.device_state = self.decoder.with_kv_scales(self.params, self.device_state)
             self.has_scales = True
@@ -246,15 +247,16 @@ class RunState:
         self.params = DecoderParams(self.params.target, self.placed(params).drafter)
         self.decoder.let_go()  # of the earlier weights
 
-    def _new_state(self) -> DecodeState:
+    def _new_state(self) -> tuple[DecodeState, bool]:
+        """Returns an empty state, and whether its drafter can catch up with what it absorbs."""
         if self.faults.is_drafter_off:
-            return self.decoder.init(has_drafter=False)
+            return self.decoder.init(has_drafter=False), True
         try:
-            return self.decoder.init()
+            return self.decoder.init(), self.decoder.defers
         except DrafterError as error:
             self.params = DecoderParams(self.params.target)
             self.faults.turn_drafter_off(str(error))
-            return self.decoder.init(has_drafter=False)
+            return self.decoder.init(has_drafter=False), True
 
     @property
     def requests(self) -> list[Request]:

@@ -26,7 +26,7 @@ SAMPLING = SamplingParams(
     temperature=1.5, max_tokens=BEFORE + PHASE + AFTER + 8, ignore_eos=True, seed=3
 )
 ENGINE = EngineConfig(page_size=16, max_rows=1, burst_steps=8, max_context=400)
-QUICK = ("eagle3",)
+IN_THE_GATE = ("eagle3", "p_eagle")
 
 
 @dataclasses.dataclass
@@ -120,7 +120,7 @@ def check(target, plain, name):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.full if name in QUICK else pytest.mark.slow)
+        pytest.param(name, marks=pytest.mark.full if name in IN_THE_GATE else pytest.mark.slow)
         for name in KINDS
     ],
 )

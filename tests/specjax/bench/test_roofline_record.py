@@ -1,6 +1,7 @@
 """The record of bytes over minimum: its limits, and how a change is compared with it."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -231,6 +232,13 @@ def test_a_head_absorbs_what_was_accepted(draft, nodes, numbers, context):
     assert minimum_bytes(case, request, 1000) == pytest.approx(expected, rel=1e-4)
 
 
+def test_a_head_that_defers_also_stores_a_vector_per_node():
+    case, config = Case("Llama-3.1-8B", P_EAGLE, 2, "v5e", 1), HEADS[P_EAGLE]()
+    of_one = dataclasses.replace(config, layers=HEADS[EAGLE3]().layers)
+    absorbed = functools.partial(roofline_measure._absorbed, case)
+    assert absorbed(config, 5) - absorbed(of_one, 5) == 2 * 5 * 4096
+
+
 def plain_of(case):
     return dataclasses.replace(case, draft=PLAIN)
 
@@ -328,4 +336,5 @@ def test_a_loop_draws_all_tokens_of_a_head_but_the_first(monkeypatch, head):
     case = Case("Llama-3.1-8B", head, 32, "v5e", 4)
     request = SimpleNamespace(drafter=case.spec)
     turns = roofline_measure._traffic(case, request, None, 2048)
-    assert turns == ({DFLASH: 7}.get(head, 4) - 1,)
+    caught_up = (0,) if head == P_EAGLE else ()
+    assert turns == (*caught_up, {DFLASH: 7}.get(head, 4) - 1)

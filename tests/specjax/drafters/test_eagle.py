@@ -95,5 +95,19 @@ def test_a_head_that_copies_its_target_is_always_accepted(count):
     ids=["chain", "tree", "grown"],
 )
 def test_it_keeps_the_contract_of_drafters(shape):
-    config, params = make_head("own_tables")
+    check_head("own_tables", shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape",
+    [None, static_shapes.from_rank_paths([[0], [1], [0, 0]]), Growth(3, 2, 5).cut(3)],
+    ids=["chain", "tree", "grown"],
+)
+def test_a_head_of_two_layers_which_defers_keeps_it_too(shape):
+    check_head("two_layers", shape)
+
+
+def check_head(name, shape):
+    config, params = make_head(name)
     check_drafter(specjax.LoadedDrafter("head", EagleDrafter(config, shape), params), TARGET)

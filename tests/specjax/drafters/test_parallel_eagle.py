@@ -13,7 +13,7 @@ from pair_heads import PAGE, PAGES_PER_ROW, Rows, check_texts
 
 import specjax
 from specjax.config.speculation import SpeculationConfig
-from specjax.drafters import one_pass
+from specjax.drafters import eagle, one_pass
 from specjax.drafters.head_specs import EagleDrafter
 from specjax.drafters.one_pass import Asked
 from specjax.drafters.parallel_eagle import ParallelHead
@@ -246,6 +246,25 @@ def test_the_state_of_masks_is_as_wide_as_what_is_captured():
     spec = drafter_of("plain").spec
     found = spec.abstract_params(TARGET.config, jnp.float32)["mask_hidden"]
     assert found == jax.ShapeDtypeStruct((CAPTURED * WIDTH,), jnp.float32)
+
+
+def test_rows_share_a_pass_of_what_they_lack(monkeypatch):
+    """Four tokens per pass, of a row of 20 pairs and one of three."""
+    monkeypatch.setattr(eagle, "LEAST_CATCH_UP", 4)
+    monkeypatch.setattr(eagle, "MOST_CATCH_UP", 4)
+    config, params = make_head("two_layers", mask_token_id=MASK)
+    rows, reference = MaskRows(config, params, DEPTH), OverMasks(config, params)
+    rng = np.random.default_rng(8)
+    texts, roots = rng.integers(0, VOCAB, (2, 26)).tolist(), (20, 3)
+    taps = rng.standard_normal((2, 25, CAPTURED, WIDTH))
+    for row, root in enumerate(roots):
+        rows.write(row, texts[row])
+        for first in range(0, root, 8):
+            rows.absorb(row, first, taps[row, first : min(first + 8, root)], defers=True)
+    assert rows.catch_up(roots, (0, 0), (True, True)) == [20, 3]
+    for row, root in enumerate(roots):
+        expected, drafts = reference.draft(texts[row][: root + 1], taps[row, :root], 2)
+        np.testing.assert_allclose(rows.follow(row, root, drafts)[0], expected, 1e-5, 1e-4)
 
 
 @pytest.mark.slow
