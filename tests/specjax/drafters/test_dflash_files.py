@@ -530,6 +530,7 @@ def test_a_folder_is_a_drafter(tmp_path):
     assert calls[0].stats.acceptance.num_drafted > 5
 
 
+@pytest.mark.full
 def test_a_config_names_its_method(tmp_path):
     folder = write(tmp_path, flat(), tensors_of(config_of()))
     config = specjax.SpeculationConfig.from_json({"method": "dflash", "model": str(folder)})

@@ -76,6 +76,7 @@ def test_tokens_are_those_of_plain_decoding(temperature):
 
 
 @pytest.mark.parametrize("count", quick([1, 3], 3, slow=[1]))
+@pytest.mark.full
 def test_a_head_that_copies_its_target_is_always_accepted(count):
     target = copied_target()
     config = config_of(target, qkv_bias=True, num_kv_heads=4)

@@ -311,6 +311,7 @@ def test_layers_are_any_sequence(tmp_path):
     assert "captured after the final norm" in loaded.notes[0]
 
 
+@pytest.mark.full
 def test_a_folder_is_a_drafter(tmp_path):
     """In bfloat16, under generate; tokens are those of plain decoding."""
     tensors = tensors_of(config_of(), FLAT_PREFIX)

@@ -122,6 +122,7 @@ def test_tokens_are_those_of_plain_decoding(temperature):
 
 
 @pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.full
 def test_a_layer_that_copies_its_target_is_always_accepted(count):
     target = copied_target()
     config = config_of(target, qkv_bias=True, num_kv_heads=4, has_hidden_first=True)
@@ -240,6 +241,7 @@ def test_a_target_of_mimo_is_loaded_without_its_layer(tmp_path, published):
     )
 
 
+@pytest.mark.full
 def test_the_layer_is_taken_from_the_target_s_folder(tmp_path, published):
     write_to, _ = published
     target = specjax.load_model(write_to(tmp_path))

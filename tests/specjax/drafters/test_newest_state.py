@@ -285,6 +285,7 @@ def knowing(target, kind):
 
 @pytest.mark.parametrize("kind", ["Medusa", "MLP"])
 @pytest.mark.parametrize("count", quick([1, 3], 3, slow=[1]))
+@pytest.mark.full
 def test_a_head_that_knows_its_target_is_always_accepted(kind, count):
     target = counting()
     out = specjax.generate(

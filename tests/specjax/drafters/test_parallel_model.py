@@ -179,6 +179,7 @@ def test_drafts_are_what_a_dense_forward_says_after_the_root_and_each_mask():
     check(texts, caps[::-1])
 
 
+@pytest.mark.full
 def test_logits_one_by_one_and_some_tokens_alone(monkeypatch):
     monkeypatch.setattr(one_pass, "MOST_LOGIT_BYTES", 0)
     said = TokenSet.of(np.arange(VOCAB) % 2 == 1)

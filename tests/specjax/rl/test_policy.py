@@ -184,6 +184,7 @@ def test_what_is_saved_for_the_backward_pass():
 
 
 @pytest.mark.parametrize("name", quick(["llama", "gpt2", "experts"], "llama"))
+@pytest.mark.full
 def test_bfloat16_with_hidden_states_in_float32(name):
     """The bounds are those that trainers need; without float32 the gap is some 30 times that."""
     text = batch(name, engine=WIDE, **BFLOAT16)

@@ -226,6 +226,7 @@ def test_new_weights_between_rollouts():
 @pytest.mark.parametrize(
     "num_devices", [None, pytest.param(2, marks=FULL)], ids=["one_device", "mesh"]
 )
+@pytest.mark.full
 def test_an_update_of_the_policy_alone_keeps_the_draft_model(num_devices):
     if num_devices is None:
         own = decoder("draft")

@@ -234,6 +234,7 @@ def test_leaves_that_lie_apart_are_moved_together():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("names", quick([("fsdp", "tp"), ("tp", "fsdp")], ("fsdp", "tp")))
+@pytest.mark.full
 def test_one_mesh(names, kind):
     mesh = mesh_of((2, 2), names, kind)
     decoder = build(mesh, tuple(AXES.items()))

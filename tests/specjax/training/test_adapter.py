@@ -56,6 +56,7 @@ def _sampled(decoder, weights, seed=0, **others):
     )
 
 
+@pytest.mark.full
 def test_it_is_accepted_more_and_changes_no_token(policy, decoder, adapter):
     plain = specjax.build_decoder(policy.config, engine=ENGINE)
     state, rates, traces = adapter.init(), [], set()
@@ -261,6 +262,7 @@ def test_a_policy_of_nan_agrees_with_nothing(policy, decoder, adapter):
     jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
 
 
+@pytest.mark.full
 def test_the_loss_is_that_of_the_adapter_and_spares_the_policy(policy, head, decoder):
     batch = _sampled(decoder, policy.params)
     both = lambda own, target: draft_loss(decoder, own, target, batch)[0]

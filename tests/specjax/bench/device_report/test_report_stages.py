@@ -180,6 +180,7 @@ def test_tokens_per_second_of_an_assumed_rate(context):
     assert less["synthetic_acceptance_tokens_per_s"] == {}
 
 
+@pytest.mark.full
 def test_timed_steps_draft_k_tokens_in_every_row(context):
     found = model_steps.measure(TINY.pairs[0], 2, context)
     assert TINY.pairs[0].drafter == "ngram"
