@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeGuard
 
 import jax.numpy as jnp
 
+from specjax.config.checks import is_int
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters import dflash as dflash_head
 from specjax.drafters import eagle, newest_state, parallel_eagle
@@ -86,6 +87,8 @@ class EagleDrafter(_OverTarget, Shaped):
                 "P-EAGLE drafts chains, in one pass; leave out speculative_token_tree and "
                 "tree_top_k."
             )
+        if _takes_masks(self.config):
+            _check_mask(self.config)
 
     def with_tree(self, config: SpeculationConfig) -> EagleDrafter:
         """Returns the spec with the tree of a config.
@@ -220,6 +223,13 @@ def _head_shape(
     return spec.shape_of(config, spec.config.vocab_size)
 
 
+def _check_mask(config: Eagle3Config | DFlashConfig) -> None:
+    """Raises ValueError for a mask that is no token of the target."""
+    mask, last = config.mask_token_id, config.target_vocab_size - 1
+    if not (is_int(mask) and 0 <= mask <= last):
+        raise ValueError(f"mask_token_id={mask!r} must be a token of the target, 0 to {last}.")
+
+
 def _takes_masks(config: Any) -> TypeGuard[Eagle3Config]:
     return isinstance(config, Eagle3Config) and config.takes_masks
 
@@ -253,6 +263,9 @@ class DFlashDrafter(_OverTarget):
     config: DFlashConfig
 
     has_probs: ClassVar[bool] = True
+
+    def __post_init__(self):
+        _check_mask(self.config)
 
     def configured(self, config: SpeculationConfig) -> DrafterSpec:
         # It drafts in one pass whatever the config says.

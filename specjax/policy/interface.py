@@ -86,7 +86,8 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a burst did. Arrays are numpy's, [steps that ran, rows], of rows still running."""
+    """What a burst did. Arrays are numpy's, of rows still running: `requests` and `asked_depth`
+    [rows], others [steps that ran, rows]."""
 
     decision: Decision
     bucket: Bucket
@@ -112,11 +113,15 @@ class Outcome:
 
 
 class SpeculationPolicy(Protocol):
-    """Chooses K before each burst and learns from its outcome."""
+    """Chooses K before each burst and learns from its outcome.
+
+    Attributes:
+      max_speculative_tokens: the largest K that it chooses; pages are held for bursts of it.
+      chooses_rows: whether it chooses the row bucket; otherwise the smallest of
+        EngineConfig.row_buckets that holds the rows.
+    """
 
     max_speculative_tokens: int
-    # Whether it chooses the row bucket; otherwise the smallest of EngineConfig.row_buckets that
-    # holds the rows.
     chooses_rows: ClassVar[bool]
 
     def choose(self, load: Load) -> Decision:

@@ -236,6 +236,13 @@ def test_what_a_config_may_ask_for():
     assert "another mask token than 60" in " ".join(spec.likely_faults)
 
 
+@pytest.mark.parametrize("token", [VOCAB, -1, True])
+def test_a_mask_is_a_token_of_the_target(token):
+    config, _ = make_head("plain", mask_token_id=token)
+    with pytest.raises(ValueError, match=f"mask_token_id={token} must be a token of the target"):
+        EagleDrafter(config)
+
+
 def test_a_head_without_masks_takes_none():
     spec = EagleDrafter(make_head("plain")[0])
     with pytest.raises(ValueError, match="mask token"):
