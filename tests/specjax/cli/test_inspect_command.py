@@ -118,7 +118,9 @@ def test_a_head_over_masks(capsys, target, tmp_path):
     figures = found(capsys, folder, "--target", target[0])
     assert (figures["method"], figures["captures"]) == ("eagle3", [0, 1])
     assert f"in one pass, with token {VOCAB - 1} as their mask" in figures["notes"][1]
-    assert figures["kv_numbers_per_token"] == 2 * 2 * own.num_kv_heads * own.head_dim
+    # Keys and values of two layers, and what is stored for them of each token.
+    per_layer = 2 * own.num_kv_heads * own.head_dim
+    assert figures["kv_numbers_per_token"] == 2 * per_layer + own.hidden_size
 
 
 def test_a_head_that_does_not_fit_says_why(capsys, target, tmp_path):

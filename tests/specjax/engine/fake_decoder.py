@@ -46,6 +46,8 @@ def continuation(prompt, count):
 class FakeDecoder:
     """What the loop calls of a Decoder; drafts are right about every second time."""
 
+    defers = False
+
     def __init__(
         self,
         *,

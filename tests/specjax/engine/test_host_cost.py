@@ -23,6 +23,8 @@ PLAN_S, WORK_S = 1.5e-3, 0.4e-3
 class IdleDecoder:
     """Does nothing with what it is sent."""
 
+    defers = False
+
     def __init__(self):
         self.sizes = Sizes(
             rows=ROWS,
