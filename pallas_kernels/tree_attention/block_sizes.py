@@ -33,8 +33,8 @@ class BlockSizes:
 
 
 DEFAULT = BlockSizes()
-# Where few query heads share a key head, more tokens make as many rows of a matrix as one matrix
-# unit of 256 x 256 and a second step want; see `bundles` and docs/benchmarks/kernels.md.
+# With two or three query heads per key head, 128 tokens are one step of the kernel on a matrix unit
+# of 256 x 256, with nothing beside its softmax; 256 are two. See docs/benchmarks/kernels.md.
 OF_FEW_HEADS = BlockSizes(queries=256)
 FEW_HEADS = (2, 3)
 CANDIDATES = tuple(BlockSizes(q, t) for q in (16, 32, 64, 128, 256) for t in (128, 256, 512, 1024))

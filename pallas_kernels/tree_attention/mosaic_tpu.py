@@ -1,4 +1,4 @@
-"""Tree attention for TPU: each page is copied to VMEM once per row, for up to 128 new tokens.
+"""Tree attention for TPU: each page is copied to VMEM once per row, for up to 256 new tokens.
 
 Queries are laid out in blocks of one row's new tokens; a grid step is one of them. Its
 keys come in tiles of whole pages, all key heads at once, through a ring of slots: while one tile

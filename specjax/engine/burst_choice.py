@@ -166,7 +166,8 @@ class BurstChoice:
     def _num_behind(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Returns the tokens of each row that the drafter has not seen, i64[rows]."""
         flights, scheduler = self._run.flights, self._run.scheduler
-        if not scheduler.needs_drafter:
+        # A drafter that cannot catch up is told of every token in the step that feeds it.
+        if not (scheduler.needs_drafter and scheduler.catches_up):
             return np.ones_like(tokens)
         num_behind = tokens - scheduler.table.num_drafter_final[rows]
         if flights and flights[-1].depth:

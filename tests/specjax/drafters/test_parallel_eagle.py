@@ -84,6 +84,15 @@ class MaskRows(Rows):
         return found, tokens
 
 
+def two_texts(rows, length):
+    """Writes a text to either row; returns both, and what is captured of all but the last token."""
+    rng = np.random.default_rng(5)
+    texts = rng.integers(0, VOCAB, (2, length)).tolist()
+    for row, text in enumerate(texts):
+        rows.write(row, text)
+    return texts, rng.standard_normal((2, length - 1, CAPTURED, WIDTH))
+
+
 ONE_BY_ONE = {"own tables, logits one by one": "own_tables"}
 
 
@@ -102,11 +111,9 @@ def test_rows_are_asked_for_numbers_of_their_own(asked, monkeypatch):
     monkeypatch.setattr(one_pass, "MOST_LOGIT_BYTES", 0)  # what is kept are hidden states
     config, params = make_head("two_layers", mask_token_id=MASK)
     rows, reference = MaskRows(config, params, DEPTH), OverMasks(config, params)
-    rng = np.random.default_rng(5)
-    texts, roots = rng.integers(0, VOCAB, (2, 9)).tolist(), (8, 4)
-    taps = rng.standard_normal((2, 8, CAPTURED, WIDTH))
+    roots = 8, 4
+    texts, taps = two_texts(rows, 9)
     for row, root in enumerate(roots):
-        rows.write(row, texts[row])
         rows.absorb(row, 0, taps[row, :root])
     counts = jnp.array(asked)
     _, drafting = rows.parallel.begin(
@@ -121,11 +128,9 @@ def test_rows_are_asked_for_numbers_of_their_own(asked, monkeypatch):
 def test_a_head_of_several_layers_catches_up_from_what_it_stored():
     config, params = make_head("two_layers", mask_token_id=MASK)
     rows, reference = MaskRows(config, params, DEPTH), OverMasks(config, params)
-    rng = np.random.default_rng(6)
-    texts, roots = rng.integers(0, VOCAB, (2, 26)).tolist(), (9, 24)
-    taps = rng.standard_normal((2, 25, CAPTURED, WIDTH))
+    roots = 9, 24
+    texts, taps = two_texts(rows, 26)
     for row, root in enumerate(roots):
-        rows.write(row, texts[row])
         rows.absorb(row, 0, taps[row, :3])
         for first in range(3, root, 8):  # row 1 lacks more pairs than one pass runs
             rows.absorb(row, first, taps[row, first : min(first + 8, root)], defers=True)
@@ -261,11 +266,9 @@ def test_rows_share_a_pass_of_what_they_lack(monkeypatch):
     monkeypatch.setattr(eagle, "MOST_CATCH_UP", 4)
     config, params = make_head("two_layers", mask_token_id=MASK)
     rows, reference = MaskRows(config, params, DEPTH), OverMasks(config, params)
-    rng = np.random.default_rng(8)
-    texts, roots = rng.integers(0, VOCAB, (2, 26)).tolist(), (20, 3)
-    taps = rng.standard_normal((2, 25, CAPTURED, WIDTH))
+    roots = 20, 3
+    texts, taps = two_texts(rows, 26)
     for row, root in enumerate(roots):
-        rows.write(row, texts[row])
         for first in range(0, root, 8):
             rows.absorb(row, first, taps[row, first : min(first + 8, root)], defers=True)
     assert rows.catch_up(roots, (0, 0), (True, True)) == [20, 3]

@@ -20,9 +20,11 @@ def test_a_burst_in_flight_catches_up_with_the_rows_that_it_drafts_for(depth, as
         flights = [SimpleNamespace(depth=depth, own=np.array([0, 1, 5]), asked_depth=asked)]
     final = np.array([8, 10, 0, 2, 0, 12])
     table = SimpleNamespace(num_drafter_final=final)
-    scheduler = SimpleNamespace(needs_drafter=True, table=table)
+    scheduler = SimpleNamespace(needs_drafter=True, catches_up=True, table=table)
     choice = BurstChoice.__new__(BurstChoice)
     choice._run = SimpleNamespace(flights=flights, scheduler=scheduler)
     assert choice._num_behind(rows, tokens).tolist() == expected
-    scheduler.needs_drafter = False
-    assert choice._num_behind(rows, tokens).tolist() == [1, 1, 1, 1]
+    for name in ("needs_drafter", "catches_up"):
+        setattr(scheduler, name, False)
+        assert choice._num_behind(rows, tokens).tolist() == [1, 1, 1, 1]
+        setattr(scheduler, name, True)
