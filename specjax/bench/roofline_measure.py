@@ -23,9 +23,7 @@ from specjax.bench.roofline_cases import (
     of_first_layers,
     program,
 )
-from specjax.drafters import eagle
 from specjax.models.dflash import DFlashConfig
-from specjax.models.eagle3 import Eagle3Config
 from specjax.paged.work import ModelWork, model_work
 from specjax.planning.hlo_program import Program, parse
 from specjax.planning.kernel_bytes import KernelStep
@@ -118,27 +116,23 @@ def minimum_bytes(case: Case, request: PlanRequest, context: int) -> float:
     total = forward(target, nodes) + sum(passes(work) * forward(work, 1) for work in drafts)
     if case.draft not in HEADS:
         return total
-    config = HEADS[case.draft]()
+    head: Any = drafter
     size = jnp.dtype(request.dtype).itemsize
-    if not config.has_head:
-        lent = size * config.target_vocab_size * config.target_hidden_size
+    if not head.config.has_head:
+        lent = size * head.config.target_vocab_size * head.config.target_hidden_size
         total -= sum(map(passes, drafts)) * lent * (1 - 1 / chips)
-    return total + size * _absorbed(case, config, nodes)
+    return total + size * _absorbed(case, head, nodes)
 
 
-def _absorbed(case: Case, config: Eagle3Config | DFlashConfig, nodes: int) -> int:
+def _absorbed(case: Case, head: Any, nodes: int) -> int:
     """Returns the numbers moved for a head to absorb a step: weights that no draft reads, and the
     captured states of all nodes, written and read once, and what is stored of them."""
-    own = config.layers
+    config, own = head.config, head.config.layers
     weights = config.hidden_size * config.fc_width
     if isinstance(config, DFlashConfig):
         weights += own.num_layers * 2 * own.num_kv_heads * own.head_dim * own.hidden_size
-    stored = config.hidden_size if _defers(config) else 0
+    stored = config.hidden_size if head.defers else 0
     return weights + case.rows * nodes * (2 * config.fc_width + stored)
-
-
-def _defers(config: Eagle3Config | DFlashConfig) -> bool:
-    return isinstance(config, Eagle3Config) and eagle.defers_layers(config)
 
 
 def keeps_draft_layers(case: Case, request: PlanRequest, layers: Layers, traffic: Traffic) -> bool:
@@ -240,7 +234,8 @@ def _traffic(case: Case, request: PlanRequest, read: Program, context: int) -> T
     if case.draft in HEADS:
         # Feeds all draft tokens but the last, or draws all but the first one after the other.
         turns = (case.num_speculative_tokens - 1,)
-        if _defers(HEADS[case.draft]()):
+        head: Any = request.drafter
+        if head.defers:
             turns = 0, *turns  # it has nothing to catch up with
     if case.draft in SELF:
         turns = (case.num_speculative_tokens - 1,)

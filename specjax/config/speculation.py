@@ -129,6 +129,10 @@ class SpeculationConfig:
     # Whether a draft model drafts all tokens of a step in one forward, over mask tokens (PARD). By
     # default it does if its config.json names a mask token.
     parallel_drafting: bool | None = None
+    # Whether an EAGLE or DFlash head stores one vector per token, which its layers read. It then
+    # only stores while K is 0, and runs its layers over these tokens when a row drafts: plain steps
+    # take less time, and tokens more memory. By default heads of several EAGLE layers do.
+    store_features: bool | None = None
     # Devices of a mesh's tensor axis over which a draft model is split, a number that divides the
     # axis: 1 puts the whole drafter on each device. By default the number with the shortest time
     # per draft token by the devices' published figures, 1 where these are unknown.
@@ -184,10 +188,10 @@ class SpeculationConfig:
                 f"method {self.method!r} leave it out."
             )
         self._check_growth()
-        if not isinstance(self.parallel_drafting, bool | None):
-            raise ValueError(
-                f"parallel_drafting={self.parallel_drafting!r} must be True, False or None."
-            )
+        for name in ("parallel_drafting", "store_features"):
+            value = getattr(self, name)
+            if not isinstance(value, bool | None):
+                raise ValueError(f"{name}={value!r} must be True, False or None.")
         for name in (
             "max_drafts_per_step",
             "speculation_max_rows",

@@ -289,6 +289,7 @@ class DrafterSpec:
             raise ValueError(no_tree_message(name))
         if self.can_draft:
             check_no_masks(config, repr(name))
+            check_no_features(config, repr(name))
         default = SpeculationConfig
         asked = [f for f in DRAFTER_FIELDS if getattr(config, f) != getattr(default, f)]
         if asked and self.can_draft:
@@ -372,6 +373,19 @@ def check_no_masks(config: SpeculationConfig, name: str) -> None:
         raise ValueError(
             "parallel_drafting=True is for a draft model whose config.json names a mask token "
             f"(pard_token), and {name} has none; leave it out."
+        )
+
+
+def check_no_features(config: SpeculationConfig, name: str) -> None:
+    """Raises ValueError where a config asks for stored features of a drafter that has none.
+
+    Args:
+      name: of the drafter, as a message has it.
+    """
+    if config.store_features:
+        raise ValueError(
+            f"store_features=True is for EAGLE and DFlash heads over the target, and {name} is "
+            "none; leave it out."
         )
 
 

@@ -1,23 +1,23 @@
 """A drafter that is a DFlash head over the target: one pass over a block of masks drafts a chain.
 
 The slot of token j holds the keys and values of its context, which depend on no token after it.
-Every committed token is absorbed, so that nothing is behind when a row drafts. A block writes its
-own keys and values from the newest token on, past the last absorbed one; absorbing overwrites them.
-Tokens are drawn one after the other, each with its own noise and after the sampling parameters of
-the request have seen the ones before it; the head ran once for all of them.
+Every committed token is absorbed, so that nothing is behind when a row drafts. A head that defers
+(`deferring`) stores the contexts of K = 0 themselves, and makes their keys and values when a row
+drafts. A block writes its own from the newest token on, past the last absorbed one; absorbing
+overwrites them. Tokens are drawn one after the other, each with its own noise and after the
+sampling parameters of the request have seen the ones before it; the head ran once for all of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.ragged import tokens_of
-from specjax.drafters import one_pass, token_by_token
+from specjax.drafters import deferring, one_pass, token_by_token
 from specjax.drafters.base import Draft, Drafter, DrafterContext, by_page
 from specjax.drafters.one_pass import Drafting, OverMasks
 from specjax.drafters.token_by_token import TokenByToken, token_at
@@ -33,51 +33,51 @@ BITS = 32  # of a word of ancestor bits
 
 
 class DFlashState(NamedTuple):
-    """Keys and values of every layer, by page."""
+    """Keys and values of every layer, by page.
+
+    Attributes:
+      features: [num_pages, page_size, hidden_size], the context of each token in the token's slot;
+        None for a head that does not defer.
+    """
 
     pages: tuple[kv_cache.Pages, ...]
+    features: Array | None = None
 
 
-def drafter(config: DFlashConfig, context: DrafterContext) -> Drafter:
-    """Returns the functions of a DFlash head."""
-    depth = context.num_speculative_tokens
+def drafter(config: DFlashConfig, context: DrafterContext, *, defers: bool = False) -> Drafter:
+    """Returns the functions of a DFlash head.
+
+    Args:
+      defers: whether K = 0 stores contexts alone, see `deferring`.
+    """
+    depth, dtype = context.num_speculative_tokens, context.dtype
     head = _Head(**token_by_token.of_head(config, context))
 
     def init(rows: int, max_length: int, num_pages: int, page_size: int) -> DFlashState:
         del rows, max_length
-        return DFlashState(kv_cache.init_pages(config.layers, num_pages, page_size, context.dtype))
+        pages = kv_cache.init_pages(config.layers, num_pages, page_size, dtype)
+        shape = num_pages, page_size, config.hidden_size
+        return DFlashState(pages, jnp.zeros(shape, dtype) if defers else None)
 
     def draft(
         params: DecoderParams, state: DFlashState, decode_state: Any, num_tokens: Array
     ) -> Draft:
         """Drafts as `Drafter.draft` does; a block holds `most_drafts` tokens."""
-        asked = jnp.minimum(num_tokens, config.most_drafts)
+        asked, written = jnp.minimum(num_tokens, config.most_drafts), None
+        if defers:
+            takes_part = decode_state.is_active & (asked > 0)
+            state, written = head.catch_up(params, state, decode_state, takes_part)
         drafted = token_by_token.draft(head, depth, None, params, state, decode_state, asked)
-        return drafted._replace(state=DFlashState(drafted.state.pages))
+        return drafted._replace(state=state._replace(pages=drafted.state.pages), written=written)
 
-    absorb = functools.partial(_absorb, config)
-    return Drafter(draft, init=init, absorb=absorb, state_axes=by_page, draws_afresh=True)
-
-
-def _absorb(
-    config: DFlashConfig,
-    params: DecoderParams,
-    state: DFlashState,
-    fed: TokenBatch,
-    next_token_ids: Array,
-    taps: tuple[Array, ...],
-    row_ids: Array,
-    max_tokens_per_row: int,
-) -> DFlashState:
-    """Writes the contexts of the tokens that were fed; see `Drafter.absorb`."""
-    del next_token_ids, row_ids, max_tokens_per_row
-    contexts = dflash.context(params.drafter, config, taps)
-    new = dflash.context_keys(params.drafter, config, contexts, fed.positions)
-    written = (
-        kv_cache.write(pages, k, v, fed.slot_mapping)
-        for pages, (k, v) in zip(state.pages, new, strict=True)
+    return Drafter(
+        draft,
+        init=init,
+        absorb=head.absorb,
+        defer=head.defer if defers else None,
+        state_axes=by_page,
+        draws_afresh=True,
     )
-    return DFlashState(tuple(written))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +100,75 @@ class _OfRows(TokenByToken):
 
 @dataclasses.dataclass(frozen=True)
 class _Head(OverMasks, _OfRows):
+    """A head that is fed contexts of the text, and blocks of masks."""
+
+    def absorb(
+        self,
+        params: DecoderParams,
+        state: DFlashState,
+        fed: TokenBatch,
+        next_token_ids: Array,
+        taps: tuple[Array, ...],
+        row_ids: Array,
+        max_tokens_per_row: int,
+    ) -> DFlashState:
+        """Writes keys and values of the tokens that were fed; see `Drafter.absorb`."""
+        del next_token_ids, row_ids, max_tokens_per_row
+        contexts = self._contexts(params, taps)
+        return _stored(self._with_keys(params, state, fed, contexts), fed, contexts)
+
+    def defer(
+        self,
+        params: DecoderParams,
+        state: DFlashState,
+        fed: TokenBatch,
+        next_token_ids: Array,
+        taps: tuple[Array, ...],
+        row_ids: Array,
+        max_tokens_per_row: int,
+    ) -> DFlashState:
+        """Stores the contexts of the tokens that were fed; see `Drafter.defer`."""
+        del next_token_ids, row_ids, max_tokens_per_row
+        return _stored(state, fed, self._contexts(params, taps))
+
+    def catch_up(
+        self, params: DecoderParams, state: DFlashState, decode_state: Any, takes_part: Array
+    ) -> tuple[DFlashState, Array]:
+        """Makes the keys and values that rows lack below their root, from stored contexts.
+
+        Args:
+          takes_part: bool[rows]; other rows stay behind.
+
+        Returns:
+          The state, and `Draft.written`, i32[rows].
+        """
+        root, done = decode_state.cache.lengths, decode_state.drafter_lengths
+
+        def run(state: DFlashState, batch: TokenBatch) -> DFlashState:
+            assert state.features is not None
+            own = batch.row_ids, batch.positions
+            contexts = deferring.features_at(state.features, decode_state, *own)
+            return self._with_keys(params, state, batch, contexts)
+
+        counts = jnp.where(takes_part, jnp.maximum(root - done, 0), 0)
+        state = deferring.catch_up(run, state, decode_state, done, counts)
+        return state, jnp.where(takes_part, root, done)
+
+    def _contexts(self, params: DecoderParams, taps: tuple[Array, ...]) -> Array:
+        """Returns the contexts of tokens as they are stored, [num_tokens, hidden_size]."""
+        return dflash.context(params.drafter, self.config, taps).astype(self.context.dtype)
+
+    def _with_keys(
+        self, params: DecoderParams, state: DFlashState, batch: TokenBatch, contexts: Array
+    ) -> DFlashState:
+        """Returns the state with the keys and values of contexts, of all layers."""
+        new = dflash.context_keys(params.drafter, self.config, contexts, batch.positions)
+        written = (
+            kv_cache.write(pages, k, v, batch.slot_mapping)
+            for pages, (k, v) in zip(state.pages, new, strict=True)
+        )
+        return state._replace(pages=tuple(written))
+
     @property
     def num_drafts(self) -> int:
         return self.context.num_speculative_tokens
@@ -295,3 +364,10 @@ def _attention(config: DFlashConfig, batch: TokenBatch, width: int) -> Attend:
         return of_kind[config.causal_layers[layer]](layer, *arguments, **arrays)
 
     return attend
+
+
+def _stored(state: DFlashState, fed: TokenBatch, contexts: Array) -> DFlashState:
+    """Returns the state with the contexts of the tokens that were fed, where the head defers."""
+    if state.features is None:
+        return state
+    return state._replace(features=deferring.stored(state.features, fed, contexts))

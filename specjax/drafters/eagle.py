@@ -7,8 +7,8 @@ drafts, for its newest pair. Keys and values of draft tokens come from the head'
 are overwritten when the tokens are absorbed.
 
 A head of one layer absorbs every committed token, so that nothing is behind when a row drafts. With
-more layers that would cost plain decoding too much. Such a head defers: it stores the feature of
-each token in the token's slot, and runs its layers over the pairs when the row drafts.
+more layers that would cost plain decoding too much. Such a head defers (`deferring`): it stores the
+feature of each token, and runs its layers over the pairs when the row drafts.
 """
 
 from __future__ import annotations
@@ -18,30 +18,20 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import layout
 from pallas_kernels.ragged import tokens_of
-from specjax.drafters import token_by_token
-from specjax.drafters.base import (
-    CATCH_UP_WIDTH,
-    LEAST_CATCH_UP,
-    MOST_CATCH_UP,
-    Draft,
-    Drafter,
-    DrafterContext,
-    by_page,
-    by_row,
-)
+from specjax.drafters import deferring, token_by_token
+from specjax.drafters.base import Draft, Drafter, DrafterContext, by_page, by_row
 from specjax.drafters.token_by_token import TokenByToken, batch_of_nodes, keep_newest
 from specjax.models import eagle as eagle1
 from specjax.models import eagle3
 from specjax.models.eagle import EagleConfig
 from specjax.models.eagle3 import Eagle3Config
 from specjax.paged import kv_cache
-from specjax.paged.forward import Part, attention_over, make_batch, make_decode_batch
+from specjax.paged.forward import Part, attention_over, make_decode_batch
 from specjax.sampling.vocabulary import Vocabulary
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
@@ -71,24 +61,27 @@ def drafter(
     config: AnyEagle,
     context: DrafterContext,
     shape: TreeShape | Growth | None = None,
+    *,
+    defers: bool = False,
 ) -> Drafter:
     """Returns the functions of an EAGLE or EAGLE-3 head.
 
     Args:
       shape: shape of a tree, whose depth is K, or how it grows; None: chains.
+      defers: whether K = 0 stores features alone, see `deferring`.
     """
     head = EagleHead(**token_by_token.of_head(config, context))
     propose = functools.partial(token_by_token.draft, head, context.num_speculative_tokens, shape)
-    return functions_of(head, propose)
+    return functions_of(head, propose, defers=defers)
 
 
-def functions_of(head: EagleHead, propose: Callable[..., Draft]) -> Drafter:
+def functions_of(head: EagleHead, propose: Callable[..., Draft], *, defers: bool) -> Drafter:
     """Returns the functions of a head.
 
     Args:
       propose: drafts as `Drafter.draft` does, with a head that has caught up.
     """
-    own, dtype, defers = head.config.layers, head.context.dtype, defers_layers(head.config)
+    own, dtype = head.config.layers, head.context.dtype
 
     def init(rows: int, max_length: int, num_pages: int, page_size: int) -> EagleState:
         del max_length
@@ -113,23 +106,6 @@ def functions_of(head: EagleHead, propose: Callable[..., Draft]) -> Drafter:
         state_axes=_axes,
         draws_afresh=True,
     )
-
-
-def defers_layers(config: AnyEagle) -> bool:
-    """Returns whether a head stores features at K = 0, and runs its layers when a row drafts.
-
-    Of one layer, absorbing makes keys and values alone, which takes less memory than features and
-    hardly more time.
-    """
-    return config.layers.num_layers > 1
-
-
-def bytes_per_token(config: AnyEagle, dtype: Any) -> int:
-    """Returns the bytes of a head's pages per token of a row."""
-    numbers = kv_cache.numbers_per_token(config.layers)
-    if defers_layers(config):
-        numbers += config.layers.hidden_size
-    return numbers * jnp.dtype(dtype).itemsize
 
 
 def equations_of(config: AnyEagle) -> Any:
@@ -203,41 +179,26 @@ class EagleHead(TokenByToken):
     ) -> tuple[EagleState, Array]:
         """Runs the pairs that rows lack up to their root, from the features that are stored.
 
-        A pass takes up to MOST_CATCH_UP of them, of the first rows that lack any.
-
         Args:
           takes_part: bool[rows]; other rows stay behind.
 
         Returns:
           The state, and `Draft.written`, i32[rows].
         """
-        cache, history = decode_state.cache, decode_state.history
-        root, done, rows = cache.lengths, decode_state.drafter_lengths, decode_state.rows
-        sizes = {"page_size": cache.page_size, "num_slots": cache.num_slots}
+        root, done = decode_state.cache.lengths, decode_state.drafter_lengths
+        row_ids = jnp.arange(decode_state.rows, dtype=jnp.int32)
+
+        def run(state: EagleState, pairs: TokenBatch) -> EagleState:
+            assert state.features is not None
+            before = pairs.row_ids, pairs.positions - 1
+            features = deferring.features_at(state.features, decode_state, *before)
+            x, pages = self.run_pairs(params, state.pages, pairs, features, len(features))
+            newest = keep_newest(state.newest, x, pairs, row_ids)
+            return state._replace(pages=pages, newest=newest)
+
         first = jnp.maximum(done, FIRST_PAIR)
-        num_behind = jnp.where(takes_part & (done < root), root + 1 - first, 0)
-        num_tokens = min(max(rows * CATCH_UP_WIDTH, LEAST_CATCH_UP), MOST_CATCH_UP)
-
-        def run_next(carry: tuple[EagleState, Array]) -> tuple[EagleState, Array]:
-            state, num_run = carry
-            left = num_behind - num_run
-            counts = jnp.clip(num_tokens - (jnp.cumsum(left) - left), 0, left)
-            pairs = make_batch(
-                history,
-                cache.block_table,
-                first + num_run,
-                counts,
-                num_tokens=num_tokens,
-                **sizes,
-            )
-            before = kv_cache.slots(cache.block_table, pairs.row_ids, pairs.positions - 1, **sizes)
-            features = _by_slot(state)[jnp.minimum(before, cache.num_slots - 1)]
-            x, pages = self.run_pairs(params, state.pages, pairs, features, num_tokens)
-            newest = keep_newest(state.newest, x, pairs, jnp.arange(rows, dtype=jnp.int32))
-            return state._replace(pages=pages, newest=newest), num_run + counts
-
-        is_behind = lambda carry: jnp.any(carry[1] < num_behind)
-        state, _ = jax.lax.while_loop(is_behind, run_next, (state, jnp.zeros_like(num_behind)))
+        counts = jnp.where(takes_part & (done < root), root + 1 - first, 0)
+        state = deferring.catch_up(run, state, decode_state, first, counts)
         return state, jnp.where(takes_part, root, done)
 
     def run_pairs(
@@ -397,15 +358,6 @@ def _page_sizes(state: EagleState) -> dict[str, int]:
     return {"page_size": layout.page_size(keys), "num_slots": layout.num_slots(keys)}
 
 
-def _by_slot(state: EagleState) -> Array:
-    """Returns the features that are stored, [num_slots, hidden_size]."""
-    assert state.features is not None
-    return state.features.reshape(-1, state.features.shape[-1])
-
-
 def _stored(state: EagleState, fed: TokenBatch, features: Array) -> Array | None:
     """Returns the features that are stored, with those of the tokens that were fed."""
-    if state.features is None:
-        return None
-    slots = _by_slot(state).at[fed.slot_mapping].set(features, mode="drop")
-    return slots.reshape(state.features.shape)
+    return None if state.features is None else deferring.stored(state.features, fed, features)

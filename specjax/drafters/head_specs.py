@@ -17,6 +17,7 @@ from specjax.drafters.base import (
     DrafterContext,
     DrafterSpec,
     ModelWork,
+    check_no_features,
     check_no_masks,
 )
 from specjax.drafters.spec import Shaped, asked_for, beside_history
@@ -38,6 +39,11 @@ class _OverTarget(DrafterSpec):
     """A head that reads hidden states of the target; `config` says which."""
 
     config: Any
+
+    @property
+    def defers(self) -> bool:
+        """Whether plain steps only store what it takes of each token, see `Drafter.defer`."""
+        return False
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -75,11 +81,13 @@ class _OverTarget(DrafterSpec):
 class EagleDrafter(_OverTarget, Shaped):
     """An EAGLE or EAGLE-3 head over the target; `shape` describes its trees, None: chains.
 
-    One with a mask token, P-EAGLE, drafts a chain in one pass (`parallel_eagle`).
+    One with a mask token, P-EAGLE, drafts a chain in one pass (`parallel_eagle`). For
+    `store_features` see `SpeculationConfig`.
     """
 
     config: EagleConfig | Eagle3Config
     shape: TreeShape | Growth | None = None
+    store_features: bool | None = None
 
     def __post_init__(self):
         if self.shape is not None and _takes_masks(self.config):
@@ -96,11 +104,23 @@ class EagleDrafter(_OverTarget, Shaped):
         Raises:
           ValueError: the config sets a field that does not apply to a head over the target.
         """
-        return dataclasses.replace(self, shape=_head_shape(self, config))
+        storing = _storing(self, config)
+        return dataclasses.replace(self, shape=_head_shape(self, config), store_features=storing)
+
+    @property
+    def defers(self) -> bool:
+        """Whether plain steps only store features: where nothing is said, of several layers.
+
+        Of one layer, absorbing makes keys and values alone, which takes less memory than features
+        and hardly more time.
+        """
+        if self.store_features is None:
+            return self.config.layers.num_layers > 1
+        return self.store_features
 
     def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
         del target
-        return eagle.bytes_per_token(self.config, dtype)
+        return _bytes_per_token(self, dtype)
 
     def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
         del target
@@ -123,17 +143,18 @@ class EagleDrafter(_OverTarget, Shaped):
         del target
         leaves = eagle.equations_of(self.config).weights_of(self.config)
         own = dataclasses.replace(self.config.layers, num_layers=0)
-        if eagle.defers_layers(self.config):
+        if self.defers:
             read = leaves["fc"] if isinstance(self.config, Eagle3Config) else ()
         else:
-            (last,) = leaves["layers"]
-            read = leaves["fc"], last["k_proj"], last["v_proj"]
+            *below, last = leaves["layers"]
+            read = leaves["fc"], below, last["k_proj"], last["v_proj"]
         return _head_work(own, weights.num_weights(read), dtype)
 
     def build(self, context: DrafterContext) -> Drafter:
         if _takes_masks(self.config):
-            return parallel_eagle.drafter(self.config, context)
-        return eagle.drafter(self.config, context, self._cut(context.num_speculative_tokens))
+            return parallel_eagle.drafter(self.config, context, defers=self.defers)
+        shape = self._cut(context.num_speculative_tokens)
+        return eagle.drafter(self.config, context, shape, defers=self.defers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +174,7 @@ class NewestStateDrafter(_OverTarget, Shaped):
           ValueError: the config sets a field that does not apply to a head over the target, or its
             tree is deeper than the head drafts.
         """
+        check_no_features(config, "a Medusa head or an MLP speculator")
         shape, most = _head_shape(self, config), self.config.most_drafts
         if shape is not None and shape.max_depth > most:
             raise ValueError(
@@ -223,6 +245,18 @@ def _head_shape(
     return spec.shape_of(config, spec.config.vocab_size)
 
 
+def _storing(spec: EagleDrafter | DFlashDrafter, config: SpeculationConfig) -> bool | None:
+    """Returns what a config says of stored features, or the head's own."""
+    return spec.store_features if config.store_features is None else config.store_features
+
+
+def _bytes_per_token(spec: EagleDrafter | DFlashDrafter, dtype: Any) -> int:
+    """Returns the bytes of a head's keys and values per token, and of a feature that it stores."""
+    own = spec.config.layers
+    numbers = kv_cache.numbers_per_token(own) + (own.hidden_size if spec.defers else 0)
+    return numbers * jnp.dtype(dtype).itemsize
+
+
 def _check_mask(config: Eagle3Config | DFlashConfig) -> None:
     """Raises ValueError for a mask that is no token of the target."""
     mask, last = config.mask_token_id, config.target_vocab_size - 1
@@ -257,10 +291,12 @@ def _head_work(own: ModelConfig, products: int, dtype: Any, **others: Any) -> Mo
 class DFlashDrafter(_OverTarget):
     """A DFlash head over the target, which drafts a chain in one pass over a block of masks.
 
-    It drafts at most `DFlashConfig.most_drafts` tokens; a larger K drafts no more.
+    It drafts at most `DFlashConfig.most_drafts` tokens; a larger K drafts no more. For
+    `store_features` see `SpeculationConfig`.
     """
 
     config: DFlashConfig
+    store_features: bool | None = None
 
     has_probs: ClassVar[bool] = True
 
@@ -271,13 +307,26 @@ class DFlashDrafter(_OverTarget):
         # It drafts in one pass whatever the config says.
         return super().configured(dataclasses.replace(config, parallel_drafting=None))
 
+    def with_tree(self, config: SpeculationConfig) -> DFlashDrafter:
+        """Returns the spec with what a config says of stored features.
+
+        Raises:
+          ValueError: the config sets another field that does not apply to it.
+        """
+        super().with_tree(dataclasses.replace(config, store_features=None))
+        return dataclasses.replace(self, store_features=_storing(self, config))
+
+    @property
+    def defers(self) -> bool:
+        return bool(self.store_features)
+
     def tree_slots(self, num_speculative_tokens: int) -> int:
         """Returns the slots that a block takes past the newest token."""
         return self.config.num_rows(num_speculative_tokens) - 1
 
     def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
         del target
-        return kv_cache.numbers_per_token(self.config.layers) * jnp.dtype(dtype).itemsize
+        return _bytes_per_token(self, dtype)
 
     def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
         del target
@@ -299,10 +348,12 @@ class DFlashDrafter(_OverTarget):
         return (one,)
 
     def absorb_work(self, target: ModelConfig, dtype: Any) -> ModelWork:
-        """Returns the work of making the contexts' keys and values in all layers."""
+        """Returns the work of making the contexts' keys and values in all layers; of a head that
+        defers them, of the contexts alone."""
         del target
         leaves = dflash.weights_of(self.config)
-        kept = [(layer["k_proj"], layer["v_proj"]) for layer in leaves["layers"]]
+        layers = () if self.defers else leaves["layers"]
+        kept = [(layer["k_proj"], layer["v_proj"]) for layer in layers]
         products = weights.num_weights((leaves["fc"], kept))
         own = dataclasses.replace(self.config.layers, num_layers=0)
         return _head_work(own, products, dtype)
@@ -316,4 +367,4 @@ class DFlashDrafter(_OverTarget):
         return Block(self.config.first_row, per_draft=1, most=size)
 
     def build(self, context: DrafterContext) -> Drafter:
-        return dflash_head.drafter(self.config, context)
+        return dflash_head.drafter(self.config, context, defers=self.defers)

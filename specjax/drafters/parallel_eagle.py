@@ -29,8 +29,12 @@ from specjax.sampling.vocabulary import Vocabulary
 from specjax.types import DecoderParams
 
 
-def drafter(config: Eagle3Config, context: DrafterContext) -> Drafter:
-    """Returns the functions of a P-EAGLE head, a config with a `mask_token_id`."""
+def drafter(config: Eagle3Config, context: DrafterContext, *, defers: bool) -> Drafter:
+    """Returns the functions of a P-EAGLE head, a config with a `mask_token_id`.
+
+    Args:
+      defers: whether K = 0 stores features alone, see `deferring`.
+    """
     head = ParallelHead(**token_by_token.of_head(config, context))
     depth = context.num_speculative_tokens
 
@@ -41,7 +45,7 @@ def drafter(config: Eagle3Config, context: DrafterContext) -> Drafter:
         drafted = token_by_token.draft(head, depth, None, params, asked, decode_state, num_tokens)
         return drafted._replace(state=state._replace(pages=drafted.state.pages))
 
-    return eagle.functions_of(head, propose)
+    return eagle.functions_of(head, propose, defers=defers)
 
 
 @dataclasses.dataclass(frozen=True)

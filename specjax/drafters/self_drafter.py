@@ -10,7 +10,13 @@ from specjax.config.checks import is_int
 from specjax.config.names import SELF_DRAFTING
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters import self_draft
-from specjax.drafters.base import Drafter, DrafterContext, ModelWork, check_no_masks
+from specjax.drafters.base import (
+    Drafter,
+    DrafterContext,
+    ModelWork,
+    check_no_features,
+    check_no_masks,
+)
 from specjax.drafters.quantised_target import QuantisedTarget
 from specjax.drafters.spec import HybridDrafter, Shaped, beside_history
 from specjax.models.base import ModelConfig
@@ -117,6 +123,7 @@ class SelfDrafter(Shaped):
                 "target's keys and values; leave it out."
             )
         check_no_masks(config, "SelfDrafter")
+        check_no_features(config, "SelfDrafter")
         # A tree that expands more tokens than there are is refused once it is drawn.
         return dataclasses.replace(self, shape=self.shape_of(config, config.tree_top_k or 1))
 

@@ -12,6 +12,7 @@ from specjax.drafters.base import (
     Drafter,
     DrafterContext,
     ModelWork,
+    check_no_features,
     check_no_masks,
     no_tree_message,
 )
@@ -68,6 +69,7 @@ class NgramDrafter(DrafterSpec):
         if config.has_tree:
             raise ValueError(no_tree_message("ngram"))
         check_no_masks(config, "'ngram'")
+        check_no_features(config, "'ngram'")
         if config.corpus_tokens is not None:
             raise ValueError(
                 f"corpus_tokens={config.corpus_tokens} is for method 'history', or beside a draft "
@@ -134,6 +136,7 @@ class HistoryDrafter(DrafterSpec):
         if config.has_tree:
             raise ValueError(no_tree_message("history"))
         check_no_masks(config, "'history'")
+        check_no_features(config, "'history'")
         return dataclasses.replace(
             self,
             corpus_tokens=config.corpus_tokens or self.corpus_tokens,
@@ -289,6 +292,7 @@ class ModelDrafter(Shaped):
             )
         if self.config.mask_token_id is None:
             check_no_masks(config, "this draft model")
+        check_no_features(config, "a draft model")
         spec = dataclasses.replace(
             self,
             shape=self.shape_of(config, self._num_said),

@@ -8,6 +8,7 @@ All of it takes ten minutes on two cores:
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -109,9 +110,25 @@ HEADS = {
         ),
     ),
 }
+# Heads that store features where others of their kind do not, and the other way round.
+for name, of, stores in (
+    ("eagle3_stored", "eagle3", True),
+    ("p_eagle_at_once", "p_eagle", False),
+    ("dflash_stored", "dflash", True),
+):
+    spec, *others = HEADS[of]
+    HEADS[name] = functools.partial(spec, store_features=stores), *others
 PARALLEL = "pard"
 KINDS = (*HEADS, PARALLEL)
-CHAINS_ALONE = "dflash", "dflash2", "dspark", "dspark_rnn", "p_eagle"
+CHAINS_ALONE = (
+    "dflash",
+    "dflash2",
+    "dflash_stored",
+    "dspark",
+    "dspark_rnn",
+    "p_eagle",
+    "p_eagle_at_once",
+)
 TREES = [name for name in HEADS if name not in CHAINS_ALONE]
 QUICKEST = "mlp_speculator"
 TREE = {"speculative_token_tree": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}

@@ -60,6 +60,7 @@ def read(given):
         ({"enforce_eager": False, "revision": None}, {}),
         ({"parallel_drafting": False}, {"parallel_drafting": False}),
         ({"parallel_drafting": True}, {"parallel_drafting": True}),
+        ({"store_features": False}, {"store_features": False}),
     ],
 )
 def test_keys_with_a_meaning(given, fields):

@@ -1,6 +1,7 @@
 """K = 0 beside a head: what the drafter keeps does not depend on how steps are cut into bursts."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -39,20 +40,22 @@ def eagle3_of(num_layers, **fields):
     return EagleDrafter, eagle3, config
 
 
+DFLASH = DFlashConfig(
+    layers=MODEL.config,
+    aux_layers=(0, 1),
+    block_size=4,
+    causal_layers=(False,),
+    **OF_TARGET,
+    **MASK,
+)
 HEADS = {
     "eagle3": eagle3_of(1),
     "p_eagle": eagle3_of(2, **MASK),
-    "dflash": (
-        DFlashDrafter,
+    "dflash": (DFlashDrafter, dflash, DFLASH),
+    "dflash_stored": (
+        functools.partial(DFlashDrafter, store_features=True),
         dflash,
-        DFlashConfig(
-            layers=MODEL.config,
-            aux_layers=(0, 1),
-            block_size=4,
-            causal_layers=(False,),
-            **OF_TARGET,
-            **MASK,
-        ),
+        DFLASH,
     ),
 }
 CUTS = [(1, 1, 2, 3, 4, 9), (FEW_STEPS,) * (STEPS // FEW_STEPS), (FEW_STEPS + 1, WINDOW + 1)]

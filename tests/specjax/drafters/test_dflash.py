@@ -14,7 +14,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 import specjax
 from specjax import sharding
-from specjax.drafters import one_pass
+from specjax.config.speculation import SpeculationConfig
+from specjax.drafters import deferring, one_pass
 from specjax.drafters.base import DrafterContext
 from specjax.drafters.dflash import _Head
 from specjax.drafters.head_specs import DFlashDrafter
@@ -258,7 +259,7 @@ class Reference:
 class Rows:
     """Two rows of a head's own pages, which hold NaN before anything is written."""
 
-    def __init__(self, config, params, says_confidence=False):
+    def __init__(self, config, params, says_confidence=False, store_features=None):
         self.params = DecoderParams(TARGET.params, params)
         self.context = DrafterContext(
             target=TARGET.config,
@@ -267,7 +268,7 @@ class Rows:
             taps=config.aux_layers,
             says_confidence=says_confidence,
         )
-        self.drafter = DFlashDrafter(config).build(self.context)
+        self.drafter = DFlashDrafter(config, store_features).build(self.context)
         self.head = _Head(**of_head(config, self.context))
         state = self.drafter.init(2, LENGTH, 2 * PAGES_PER_ROW, PAGE)
         self.state = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), state)
@@ -278,10 +279,12 @@ class Rows:
             num_slots=2 * PAGES_PER_ROW * PAGE,
         )
         self.history = jnp.zeros((2, LENGTH), jnp.int32)
-        self.absorb_once = jax.jit(self.drafter.absorb, static_argnums=6)
+        once = lambda function: jax.jit(function, static_argnums=6)
+        self.absorb_once = once(self.drafter.absorb)
+        self.defer_once = None if self.drafter.defer is None else once(self.drafter.defer)
         self.draft_once = jax.jit(self._draft)
 
-    def absorb(self, row, first, taps):
+    def absorb(self, row, first, taps, *, defers=False):
         counts = jnp.zeros(2, jnp.int32).at[row].set(len(taps))
         starts = jnp.full(2, first, jnp.int32)
         fed = make_batch(
@@ -294,7 +297,7 @@ class Rows:
             num_slots=self.cache.num_slots,
         )
         padded = jnp.zeros((8, *taps.shape[1:])).at[: len(taps)].set(taps.astype(np.float32))
-        self.state = self.absorb_once(
+        self.state = (self.defer_once if defers else self.absorb_once)(
             self.params,
             self.state,
             fed,
@@ -303,6 +306,24 @@ class Rows:
             jnp.arange(2, dtype=jnp.int32),
             8,
         )
+
+    def catch_up(self, roots, absorbed, takes_part):
+        """Makes the keys and values that were deferred; returns `Draft.written`.
+
+        Args:
+          absorbed: tokens of each row that are absorbed.
+        """
+        cache = SimpleNamespace(**vars(self.cache), lengths=jnp.array(roots, jnp.int32))
+        decode_state = SimpleNamespace(
+            cache=cache,
+            rows=2,
+            history=self.history,
+            drafter_lengths=jnp.array(absorbed, jnp.int32),
+        )
+        self.state, written = self.head.catch_up(
+            self.params, self.state, decode_state, jnp.array(takes_part)
+        )
+        return written.tolist()
 
     def draft(self, row, root, token):
         """Returns x, the logits and the likeliest token of each row that drafts."""
@@ -372,6 +393,57 @@ def test_what_it_says_is_what_its_equations_say(name, monkeypatch):
     # Neither row reads what is the other's.
     expected = reference.draft(tokens[0], taps[3:8])[0]
     np.testing.assert_allclose(rows.draft(0, 5, tokens[0])[0], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", quick(["plain", "a recurrent Markov head"], "plain"))
+def test_a_head_that_defers_catches_up_from_what_it_stored(name, monkeypatch):
+    """In passes of four contexts, which rows share: row 0 lacks 5, of which it makes none at first,
+    and row 1 lacks 12."""
+    monkeypatch.setattr(deferring, "LEAST_CATCH_UP", 4)
+    monkeypatch.setattr(deferring, "MOST_CATCH_UP", 4)
+    config, params = make_head(name)
+    rng = np.random.default_rng(7)
+    tokens = rng.integers(0, VOCAB, 24).tolist()
+    taps = rng.standard_normal((2, 24, 2, TARGET.config.hidden_size))
+    reference, rows = Reference(config, params), Rows(config, params, store_features=True)
+    roots = 8, 15
+    for row, root in enumerate(roots):
+        rows.absorb(row, 0, taps[row, :3])
+        for first in range(3, root, 8):
+            rows.absorb(row, first, taps[row, first : min(first + 8, root)], defers=True)
+    before = rows.state
+    assert rows.catch_up(roots, (3, 3), (False, True)) == [3, 15]
+    # Another row's keys and values stay as they were, and nothing is left to do.
+    own = np.asarray(rows.cache.block_table[0])
+    for now, then in zip(jax.tree.leaves(rows.state.pages), jax.tree.leaves(before.pages)):
+        np.testing.assert_array_equal(np.asarray(now)[own], np.asarray(then)[own])
+    assert rows.catch_up(roots, (3, 15), (False, True)) == [3, 15]
+    check = lambda row, root: np.testing.assert_allclose(
+        rows.draft(row, root, tokens[root])[0],
+        reference.draft(tokens[root], taps[row, :root])[0],
+        rtol=0,
+        atol=1e-4,
+    )
+    check(1, 15)
+    # Absorbing goes on from there, and so does the other row.
+    rows.absorb(1, 15, taps[1, 15:17])
+    assert rows.catch_up((8, 17), (3, 17), (True, True)) == [8, 17]
+    check(1, 17)
+    check(0, 8)
+
+
+def test_a_head_says_whether_it_stores_features():
+    config, _ = make_head()
+    spec = DFlashDrafter(config)
+    bytes_of = lambda spec: spec.bytes_per_token(TARGET.config, jnp.float32)
+    assert not spec.defers
+    stored = spec.configured(SpeculationConfig(store_features=True))
+    assert stored == DFlashDrafter(config, store_features=True)
+    assert bytes_of(stored) - bytes_of(spec) == 4 * WIDTH
+    assert stored.configured(SpeculationConfig()) == stored
+    assert not stored.configured(SpeculationConfig(store_features=False)).defers
+    beside = spec.configured(SpeculationConfig(store_features=True, corpus_tokens=512))
+    assert beside.model == stored
 
 
 def test_windows_of_layers_that_are_not_causal():
@@ -511,6 +583,14 @@ def test_a_recurrent_markov_head_with_confidence_keeps_the_contract():
         "a recurrent Markov head", has_confidence=True, confidence_reads_token=True
     )
     check_drafter(specjax.LoadedDrafter("head", DFlashDrafter(config), params), TARGET)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "a recurrent Markov head"])
+def test_it_keeps_the_contract_where_it_stores_features(name):
+    config, params = make_head(name)
+    spec = DFlashDrafter(config, store_features=True)
+    check_drafter(specjax.LoadedDrafter("head", spec, params), TARGET)
 
 
 @pytest.mark.slow

@@ -10,9 +10,11 @@ import pytest
 import specjax
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.base import DrafterSpec
+from specjax.drafters.head_specs import NewestStateDrafter
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.drafters.spec import ModelDrafter, NgramDrafter, NoDrafter
 from specjax.models.loading import load_model
+from specjax.models.medusa import MedusaConfig
 from specjax.trees import static_shapes
 from specjax.trees.expanding import Growth
 
@@ -123,6 +125,20 @@ def test_what_a_model_has_no_use_for_is_refused(target, fields, message):
     for source in sources_of(target, target):
         with pytest.raises(ValueError, match=message):
             load_drafter(source, target, SpeculationConfig(**fields))
+
+
+@pytest.mark.parametrize("source", ["ngram", "history", "self-int8", "model", "medusa", "own"])
+def test_drafters_without_features_store_none(target, source):
+    if source == "medusa":
+        own = target.config
+        sizes = {"target_hidden_size": own.hidden_size, "target_vocab_size": own.vocab_size}
+        source = NewestStateDrafter(
+            MedusaConfig(aux_layers=(own.num_layers,), most_drafts=2, **sizes)
+        )
+    source = {"model": target, "own": DrafterSpec()}.get(source, source)
+    load_drafter(source, target, SpeculationConfig(store_features=False))
+    with pytest.raises(ValueError, match="store_features=True is for EAGLE and DFlash heads"):
+        load_drafter(source, target, SpeculationConfig(store_features=True))
 
 
 @pytest.mark.parametrize("fields", [{"speculative_token_tree": (2, 1)}, {"tree_top_k": 2}])

@@ -108,6 +108,12 @@ def test_a_head_of_two_layers_which_defers_keeps_it_too(shape):
     check_head("two_layers", shape)
 
 
-def check_head(name, shape):
+@pytest.mark.slow
+def test_a_head_of_one_layer_keeps_it_where_it_stores_features():
+    check_head("plain", None, store_features=True)
+
+
+def check_head(name, shape, **fields):
     config, params = make_head(name)
-    check_drafter(specjax.LoadedDrafter("head", EagleDrafter(config, shape), params), TARGET)
+    spec = EagleDrafter(config, shape, **fields)
+    check_drafter(specjax.LoadedDrafter("head", spec, params), TARGET)

@@ -1,5 +1,6 @@
 """P-EAGLE heads: against their equations written out in numpy, and in the engine."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +14,7 @@ from pair_heads import PAGE, PAGES_PER_ROW, Rows, check_texts
 
 import specjax
 from specjax.config.speculation import SpeculationConfig
-from specjax.drafters import eagle, one_pass
+from specjax.drafters import deferring, one_pass
 from specjax.drafters.head_specs import EagleDrafter
 from specjax.drafters.one_pass import Asked
 from specjax.drafters.parallel_eagle import ParallelHead
@@ -262,8 +263,8 @@ def test_the_state_of_masks_is_as_wide_as_what_is_captured():
 
 def test_rows_share_a_pass_of_what_they_lack(monkeypatch):
     """Four tokens per pass, of a row of 20 pairs and one of three."""
-    monkeypatch.setattr(eagle, "LEAST_CATCH_UP", 4)
-    monkeypatch.setattr(eagle, "MOST_CATCH_UP", 4)
+    monkeypatch.setattr(deferring, "LEAST_CATCH_UP", 4)
+    monkeypatch.setattr(deferring, "MOST_CATCH_UP", 4)
     config, params = make_head("two_layers", mask_token_id=MASK)
     rows, reference = MaskRows(config, params, DEPTH), OverMasks(config, params)
     roots = 20, 3
@@ -278,6 +279,11 @@ def test_rows_share_a_pass_of_what_they_lack(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["own_tables", "two_layers"])
-def test_it_keeps_the_contract_of_drafters(name):
-    check_drafter(drafter_of(name), TARGET)
+@pytest.mark.parametrize(
+    ("name", "store_features"), [("own_tables", None), ("two_layers", None), ("two_layers", False)]
+)
+def test_it_keeps_the_contract_of_drafters(name, store_features):
+    drafter = drafter_of(name)
+    spec = dataclasses.replace(drafter.spec, store_features=store_features)
+    assert spec.defers == (name == "two_layers" and store_features is None)
+    check_drafter(dataclasses.replace(drafter, spec=spec), TARGET)

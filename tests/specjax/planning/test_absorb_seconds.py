@@ -45,6 +45,7 @@ HEADS = {
     "DFlash": DFlashDrafter(llama_3_1_8b_dflash.get_config()),
     "P-EAGLE": peagle(),
 }
+HEADS["DFlash, `store_features`"] = dataclasses.replace(HEADS["DFlash"], store_features=True)
 
 
 def added(name, device, rows, num_steps=WINDOW, context=CONTEXT):
