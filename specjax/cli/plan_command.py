@@ -10,6 +10,7 @@ from typing import Any
 
 from specjax.cli.parser import layer_ids
 from specjax.config.engine import GATES, KV_CACHE_DTYPES, EngineConfig
+from specjax.config.speculation import SpeculationConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 _DEFAULT_ROWS = 64
@@ -43,6 +44,12 @@ def add_parser(commands: Any) -> None:
         metavar="IDS",
         help="layers of the model whose inputs a head over it captures, as 2,16,29 (default: as "
         "its files say)",
+    )
+    parser.add_argument(
+        "--store-features",
+        action=argparse.BooleanOptionalAction,
+        help="whether a head stores a vector per token, as store_features of a speculative config "
+        "says (default: heads of several EAGLE layers do)",
     )
     parser.add_argument(
         "--device",
@@ -189,10 +196,13 @@ def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
         plan_report.check_can_draw(device, arguments.plot)
     has_bfloat16 = device.figures is not None and device.figures.has_bfloat16
     target = plan_request.find_config(arguments.model)
+    drafter = plan_request.find_drafter(arguments.drafter, target, arguments.aux_layer_ids)
+    if arguments.store_features is not None:
+        drafter = drafter.configured(SpeculationConfig(store_features=arguments.store_features))
     request = plan_request.PlanRequest(
         target=target,
         target_name=arguments.model,
-        drafter=plan_request.find_drafter(arguments.drafter, target, arguments.aux_layer_ids),
+        drafter=drafter,
         drafter_name=arguments.drafter,
         device=device,
         dtype=arguments.dtype or ("bfloat16" if has_bfloat16 else "float32"),

@@ -114,11 +114,28 @@ def test_weights_are_bfloat16_where_the_device_has_it(device, dtype, monkeypatch
 
 
 @pytest.mark.parametrize(
+    ("arguments", "stored"),
+    [([], None), (["--store-features"], True), (["--no-store-features"], False)],
+)
+def test_a_plan_of_a_head_that_stores_features(arguments, stored, monkeypatch):
+    planned = []
+
+    def make_plan(request, on_progress):
+        planned.append(request.drafter.store_features)
+        raise ValueError("not planned")
+
+    monkeypatch.setattr(plans, "make_plan", make_plan)
+    assert main(["plan", "demo", "--drafter", "demo-dspark", *arguments]) == 2
+    assert planned == [stored]
+
+
+@pytest.mark.parametrize(
     "arguments, message",
     [
         (["no-such-model"], "is no folder with a config.json"),
         (["demo", "--device", "toaster"], "is unknown; expected cpu"),
         (["demo", "--drafter", "ngram", "--aux-layer-ids", "1,2"], "the drafter is 'ngram'"),
+        (["demo", "--drafter", "ngram", "--store-features"], "store_features=True is for EAGLE"),
         (["demo", "--row-buckets", "4,x"], "whole numbers with commas"),
         (["demo", "--row-buckets", "128"], "row_buckets"),
         (["demo", "--batch-safety-margin", "100"], "batch_safety_margin"),
