@@ -198,6 +198,11 @@ def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
     target = plan_request.find_config(arguments.model)
     drafter = plan_request.find_drafter(arguments.drafter, target, arguments.aux_layer_ids)
     if arguments.store_features is not None:
+        if not drafter.taps:
+            raise ValueError(
+                f"--store-features is for a head over the target, and the drafter is "
+                f"{arguments.drafter!r}; name the folder of a head, or leave it out."
+            )
         drafter = drafter.configured(SpeculationConfig(store_features=arguments.store_features))
     request = plan_request.PlanRequest(
         target=target,

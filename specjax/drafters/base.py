@@ -279,7 +279,8 @@ class DrafterSpec:
     def configured(self, config: SpeculationConfig) -> DrafterSpec:
         """Returns the spec with a config's settings applied. A field at its default sets nothing.
 
-        The default takes none of DRAFTER_FIELDS. A drafter that takes some applies them itself.
+        The default takes none of DRAFTER_FIELDS, and no parallel_drafting or store_features that is
+        True. A drafter that takes some applies them itself.
 
         Raises:
           ValueError: the config sets a field that does not apply to this drafter.
@@ -289,9 +290,10 @@ class DrafterSpec:
             raise ValueError(no_tree_message(name))
         if self.can_draft:
             check_no_masks(config, repr(name))
-            check_no_features(config, repr(name))
         default = SpeculationConfig
         asked = [f for f in DRAFTER_FIELDS if getattr(config, f) != getattr(default, f)]
+        if config.store_features:
+            asked.append("store_features")
         if asked and self.can_draft:
             raise ValueError(
                 f"the drafter is {name!r}, which takes none of {', '.join(asked)}; leave them out, "

@@ -21,19 +21,21 @@ from specjax.types import TokenBatch
 State = TypeVar("State")
 
 
-def stored(features: Array, fed: TokenBatch, new: Array) -> Array:
+def stored(features: Array | None, fed: TokenBatch, new: Array) -> Array | None:
     """Returns the features that are stored, with those of the tokens that were fed.
 
     Args:
-      features: [num_pages, page_size, hidden_size].
+      features: [num_pages, page_size, hidden_size]; None: the head does not defer.
       new: [num_tokens, hidden_size], of `fed`.
     """
+    if features is None:
+        return None
     slots = _by_slot(features).at[fed.slot_mapping].set(new, mode="drop")
     return slots.reshape(features.shape)
 
 
 def features_at(features: Array, decode_state: Any, row_ids: Array, positions: Array) -> Array:
-    """Returns the features of tokens, [num_tokens, hidden_size]; anything where a row is unused.
+    """Returns the features of tokens, [num_tokens, hidden_size]; of padding, those of any token.
 
     Args:
       features: [num_pages, page_size, hidden_size].

@@ -1,7 +1,7 @@
 """A drafter that is a DFlash head over the target: one pass over a block of masks drafts a chain.
 
 The slot of token j holds the keys and values of its context, which depend on no token after it.
-Every committed token is absorbed, so that nothing is behind when a row drafts. A head that defers
+A head absorbs every committed token, so that nothing is behind when a row drafts; one that defers
 (`deferring`) stores the contexts of K = 0 themselves, and makes their keys and values when a row
 drafts. A block writes its own from the newest token on, past the last absorbed one; absorbing
 overwrites them. Tokens are drawn one after the other, each with its own noise and after the
@@ -44,7 +44,7 @@ class DFlashState(NamedTuple):
     features: Array | None = None
 
 
-def drafter(config: DFlashConfig, context: DrafterContext, *, defers: bool = False) -> Drafter:
+def drafter(config: DFlashConfig, context: DrafterContext, *, defers: bool) -> Drafter:
     """Returns the functions of a DFlash head.
 
     Args:
@@ -63,7 +63,8 @@ def drafter(config: DFlashConfig, context: DrafterContext, *, defers: bool = Fal
         params: DecoderParams, state: DFlashState, decode_state: Any, num_tokens: Array
     ) -> Draft:
         """Drafts as `Drafter.draft` does; a block holds `most_drafts` tokens."""
-        asked, written = jnp.minimum(num_tokens, config.most_drafts), None
+        asked = jnp.minimum(num_tokens, config.most_drafts)
+        written = None
         if defers:
             takes_part = decode_state.is_active & (asked > 0)
             state, written = head.catch_up(params, state, decode_state, takes_part)
@@ -115,7 +116,8 @@ class _Head(OverMasks, _OfRows):
         """Writes keys and values of the tokens that were fed; see `Drafter.absorb`."""
         del next_token_ids, row_ids, max_tokens_per_row
         contexts = self._contexts(params, taps)
-        return _stored(self._with_keys(params, state, fed, contexts), fed, contexts)
+        features = deferring.stored(state.features, fed, contexts)
+        return self._with_keys(params, state._replace(features=features), fed, contexts)
 
     def defer(
         self,
@@ -129,7 +131,8 @@ class _Head(OverMasks, _OfRows):
     ) -> DFlashState:
         """Stores the contexts of the tokens that were fed; see `Drafter.defer`."""
         del next_token_ids, row_ids, max_tokens_per_row
-        return _stored(state, fed, self._contexts(params, taps))
+        contexts = self._contexts(params, taps)
+        return state._replace(features=deferring.stored(state.features, fed, contexts))
 
     def catch_up(
         self, params: DecoderParams, state: DFlashState, decode_state: Any, takes_part: Array
@@ -364,10 +367,3 @@ def _attention(config: DFlashConfig, batch: TokenBatch, width: int) -> Attend:
         return of_kind[config.causal_layers[layer]](layer, *arguments, **arrays)
 
     return attend
-
-
-def _stored(state: DFlashState, fed: TokenBatch, contexts: Array) -> DFlashState:
-    """Returns the state with the contexts of the tokens that were fed, where the head defers."""
-    if state.features is None:
-        return state
-    return state._replace(features=deferring.stored(state.features, fed, contexts))

@@ -8,7 +8,8 @@ are overwritten when the tokens are absorbed.
 
 A head of one layer absorbs every committed token, so that nothing is behind when a row drafts. With
 more layers that would cost plain decoding too much. Such a head defers (`deferring`): it stores the
-feature of each token, and runs its layers over the pairs when the row drafts.
+feature of each token, and runs its layers over the pairs when the row drafts. `store_features` of a
+SpeculationConfig says otherwise for either.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def drafter(
     context: DrafterContext,
     shape: TreeShape | Growth | None = None,
     *,
-    defers: bool = False,
+    defers: bool,
 ) -> Drafter:
     """Returns the functions of an EAGLE or EAGLE-3 head.
 
@@ -80,6 +81,7 @@ def functions_of(head: EagleHead, propose: Callable[..., Draft], *, defers: bool
 
     Args:
       propose: drafts as `Drafter.draft` does, with a head that has caught up.
+      defers: whether K = 0 stores features alone, see `deferring`.
     """
     own, dtype = head.config.layers, head.context.dtype
 
@@ -153,7 +155,7 @@ class EagleHead(TokenByToken):
         )
         x, pages = self.run_pairs(params, state.pages, pairs, features, max_tokens_per_row)
         newest = keep_newest(state.newest, x, fed, row_ids)
-        return EagleState(pages, newest, _stored(state, fed, features))
+        return EagleState(pages, newest, deferring.stored(state.features, fed, features))
 
     def defer(
         self,
@@ -168,7 +170,7 @@ class EagleHead(TokenByToken):
         """Stores the features of the tokens that were fed; see `Drafter.defer`."""
         del next_token_ids, row_ids, max_tokens_per_row
         features = self._features(params, taps)
-        return state._replace(features=_stored(state, fed, features))
+        return state._replace(features=deferring.stored(state.features, fed, features))
 
     def _features(self, params: DecoderParams, taps: tuple[Array, ...]) -> Array:
         """Returns the features of tokens as they are stored, [num_tokens, hidden_size]."""
@@ -356,8 +358,3 @@ class _Fed:
 def _page_sizes(state: EagleState) -> dict[str, int]:
     keys, _ = state.pages[0]
     return {"page_size": layout.page_size(keys), "num_slots": layout.num_slots(keys)}
-
-
-def _stored(state: EagleState, fed: TokenBatch, features: Array) -> Array | None:
-    """Returns the features that are stored, with those of the tokens that were fed."""
-    return None if state.features is None else deferring.stored(state.features, fed, features)

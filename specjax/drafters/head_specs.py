@@ -41,11 +41,6 @@ class _OverTarget(DrafterSpec):
     config: Any
 
     @property
-    def defers(self) -> bool:
-        """Whether plain steps only store what it takes of each token, see `Drafter.defer`."""
-        return False
-
-    @property
     def taps(self) -> tuple[int, ...]:
         return self.config.aux_layers
 
@@ -109,7 +104,8 @@ class EagleDrafter(_OverTarget, Shaped):
 
     @property
     def defers(self) -> bool:
-        """Whether plain steps only store features: where nothing is said, of several layers.
+        """Whether plain steps only store features, see `Drafter.defer`; where nothing is said, of
+        several layers.
 
         Of one layer, absorbing makes keys and values alone, which takes less memory than features
         and hardly more time.
@@ -138,11 +134,12 @@ class EagleDrafter(_OverTarget, Shaped):
         return (_head_work(self.config.layers, products, dtype, block=block),)
 
     def absorb_work(self, target: ModelConfig, dtype: Any) -> ModelWork:
-        """Returns the work of what is read: of a head of one layer, its keys and values alone; of
-        one that defers its layers, none of them."""
+        """Returns the work of what is read: of the last layer keys and values alone, of those
+        below all; of a head that defers, no layer."""
         del target
         leaves = eagle.equations_of(self.config).weights_of(self.config)
-        own = dataclasses.replace(self.config.layers, num_layers=0)
+        num_below = 0 if self.defers else self.config.layers.num_layers - 1
+        own = dataclasses.replace(self.config.layers, num_layers=num_below)
         if self.defers:
             read = leaves["fc"] if isinstance(self.config, Eagle3Config) else ()
         else:
@@ -303,21 +300,20 @@ class DFlashDrafter(_OverTarget):
     def __post_init__(self):
         _check_mask(self.config)
 
-    def configured(self, config: SpeculationConfig) -> DrafterSpec:
-        # It drafts in one pass whatever the config says.
-        return super().configured(dataclasses.replace(config, parallel_drafting=None))
-
     def with_tree(self, config: SpeculationConfig) -> DFlashDrafter:
         """Returns the spec with what a config says of stored features.
 
         Raises:
           ValueError: the config sets another field that does not apply to it.
         """
-        super().with_tree(dataclasses.replace(config, store_features=None))
+        # It drafts in one pass whatever the config says.
+        others = dataclasses.replace(config, store_features=None, parallel_drafting=None)
+        super().with_tree(others)
         return dataclasses.replace(self, store_features=_storing(self, config))
 
     @property
     def defers(self) -> bool:
+        """Whether plain steps only store contexts, see `Drafter.defer`."""
         return bool(self.store_features)
 
     def tree_slots(self, num_speculative_tokens: int) -> int:

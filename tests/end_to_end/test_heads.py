@@ -111,13 +111,14 @@ HEADS = {
     ),
 }
 # Heads that store features where others of their kind do not, and the other way round.
-for name, of, stores in (
-    ("eagle3_stored", "eagle3", True),
-    ("p_eagle_at_once", "p_eagle", False),
-    ("dflash_stored", "dflash", True),
-):
-    spec, *others = HEADS[of]
-    HEADS[name] = functools.partial(spec, store_features=stores), *others
+HEADS |= {
+    name: (functools.partial(HEADS[of][0], store_features=stores), *HEADS[of][1:])
+    for name, of, stores in (
+        ("eagle3_stored", "eagle3", True),
+        ("p_eagle_at_once", "p_eagle", False),
+        ("dflash_stored", "dflash", True),
+    )
+}
 PARALLEL = "pard"
 KINDS = (*HEADS, PARALLEL)
 CHAINS_ALONE = (
@@ -240,7 +241,7 @@ def test_beside_history(target, plain, name):
 
 
 @SLOW
-@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "dflash_stored"])
 def test_beside_history_over_a_mesh(target, plain, name):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4])
     config = {"corpus_tokens": 512}

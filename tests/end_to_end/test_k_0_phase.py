@@ -26,7 +26,7 @@ SAMPLING = SamplingParams(
     temperature=1.5, max_tokens=BEFORE + PHASE + AFTER + 8, ignore_eos=True, seed=3
 )
 ENGINE = EngineConfig(page_size=16, max_rows=1, burst_steps=8, max_context=400)
-IN_THE_GATE = ("eagle3", "p_eagle")
+IN_THE_GATE = ("eagle3", "p_eagle", "dflash_stored")
 
 
 @dataclasses.dataclass

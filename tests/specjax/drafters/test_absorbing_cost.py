@@ -5,15 +5,17 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from asked_for import quick
 from helpers import tiny_llama
 
 from specjax.config.engine import EngineConfig
 from specjax.decode.absorb import FEW_STEPS
 from specjax.decode.config import DecoderConfig
 from specjax.decode.sizes import Sizes
-from specjax.drafters.head_specs import EagleDrafter
+from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter
 from specjax.drafters.spec import NoDrafter
 from specjax.models.base import before_final_norm
+from specjax.models.dflash import DFlashConfig
 from specjax.models.eagle import EagleConfig
 from specjax.models.eagle3 import Eagle3Config
 from specjax.planning.abstract_decoder import AbstractDecoder
@@ -52,11 +54,24 @@ def pair_head(**fields):
     return EagleConfig(layers=of_layers(1), target_vocab_size=TARGET.vocab_size, **fields)
 
 
+DFLASH = DFlashConfig(
+    layers=of_layers(2),
+    target_hidden_size=TARGET.hidden_size,
+    target_vocab_size=TARGET.vocab_size,
+    aux_layers=(0, 1),
+    block_size=4,
+    mask_token_id=0,
+    causal_layers=(False, False),
+)
 HEADS = {
-    "EAGLE": pair_head(aux_layers=(1,)),
-    "MTP": pair_head(aux_layers=(before_final_norm(1),), is_mtp=True),
-    "EAGLE-3": eagle3_head(1),
-    "EAGLE-3 of two layers": eagle3_head(2),
+    "EAGLE": EagleDrafter(pair_head(aux_layers=(1,))),
+    "MTP": EagleDrafter(pair_head(aux_layers=(before_final_norm(1),), is_mtp=True)),
+    "EAGLE-3": EagleDrafter(eagle3_head(1)),
+    "EAGLE-3, stored": EagleDrafter(eagle3_head(1), store_features=True),
+    "EAGLE-3 of two layers": EagleDrafter(eagle3_head(2)),
+    "EAGLE-3 of two layers, at once": EagleDrafter(eagle3_head(2), store_features=False),
+    "DFlash": DFlashDrafter(DFLASH),
+    "DFlash, stored": DFlashDrafter(DFLASH, store_features=True),
 }
 
 
@@ -75,9 +90,13 @@ def plain():
     return operations(NoDrafter())
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_the_last_layer_makes_keys_and_values_alone(plain, name):
-    drafter = EagleDrafter(HEADS[name])
+QUICK = "EAGLE", "EAGLE-3", "EAGLE-3 of two layers", "DFlash, stored"
+
+
+@pytest.mark.parametrize("name", quick(HEADS, *QUICK))
+def test_no_more_is_computed_than_the_spec_says(plain, name):
+    """Of an EAGLE head's last layer keys and values alone; where features are stored, of none."""
+    drafter = HEADS[name]
     least = ROWS * (STEPS + FEW_STEPS) * drafter.absorb_work(TARGET, jnp.float32).token_flops
     found = operations(drafter) - plain
     assert least < found < OTHER * least

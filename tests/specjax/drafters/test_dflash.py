@@ -412,6 +412,8 @@ def test_a_head_that_defers_catches_up_from_what_it_stored(name, monkeypatch):
         for first in range(3, root, 8):
             rows.absorb(row, first, taps[row, first : min(first + 8, root)], defers=True)
     before = rows.state
+    made = ~np.isnan(np.asarray(before.pages[0][0]))
+    assert made.sum() == 2 * 3 * 2 * 8, "of the three tokens of each row that were absorbed alone"
     assert rows.catch_up(roots, (3, 3), (False, True)) == [3, 15]
     # Another row's keys and values stay as they were, and nothing is left to do.
     own = np.asarray(rows.cache.block_table[0])

@@ -93,6 +93,15 @@ def test_by_hand():
     assert WINDOW == 16
 
 
+@pytest.mark.parametrize(
+    ("name", "most"), [("DFlash", 0.017), ("DFlash, `store_features`", 0.0113)]
+)
+def test_dflash_where_nothing_but_arithmetic_counts(name, most):
+    """Operations of the products with weights, which are all of the target's at no context."""
+    own = HEADS[name].absorb_work(TARGET, DTYPE).token_flops
+    assert own / model_work(TARGET, DTYPE, 1).token_flops == pytest.approx(most, rel=0.02)
+
+
 def test_a_head_of_several_layers_reads_what_its_first_layer_takes_alone():
     work = HEADS["P-EAGLE"].absorb_work(TARGET, DTYPE)
     assert (work.weight_bytes, work.num_layers) == (2 * 3 * 4096**2, 0)
