@@ -37,6 +37,10 @@ DEFAULT = BlockSizes()
 # of 256 x 256, with nothing beside its softmax; 256 are two. See docs/benchmarks/kernels.md.
 OF_FEW_HEADS = BlockSizes(queries=256)
 FEW_HEADS = (2, 3)
+# Of heads that fill such a matrix unit, tiles of 1,024 keys take fewer bundles per key, whether a
+# step decodes or reads a prompt. Smaller VMEM would have room for them only beside smaller blocks.
+OF_FEW_LARGE_HEADS = BlockSizes(queries=256, tile_tokens=1024)
+LARGE_HEAD_DIM, LARGE_VMEM_BYTES = 256, 128 << 20
 CANDIDATES = tuple(BlockSizes(q, t) for q in (16, 32, 64, 128, 256) for t in (128, 256, 512, 1024))
 
 
@@ -120,8 +124,11 @@ def choose(
     )
     if own:
         return min(own, key=distance).sizes
-    is_wide = _CORES.get(device_kind or "", _UNKNOWN).is_wide
-    return OF_FEW_HEADS if is_wide and group in FEW_HEADS else DEFAULT
+    core = _CORES.get(device_kind or "", _UNKNOWN)
+    if not core.is_wide or group not in FEW_HEADS:
+        return DEFAULT
+    has_room = head_dim >= LARGE_HEAD_DIM and core.vmem_bytes >= LARGE_VMEM_BYTES
+    return OF_FEW_LARGE_HEADS if has_room else OF_FEW_HEADS
 
 
 @functools.cache

@@ -56,24 +56,29 @@ def test_those_of_the_nearest_shape_on_the_device(monkeypatch):
 
 def test_matrix_units_of_256_rows_take_blocks_of_512_query_rows():
     """So that scores of some rows are computed beside the softmax of others."""
-    for kind, heads, queries in (
-        ("TPU v6 lite", 16, 256),
-        ("TPU7x", 16, 256),
-        ("TPU v6 lite", 32, 128),  # four heads of each key head
-        ("TPU v6 lite", 8, 128),  # one: 512 tokens would not fit
-        ("TPU v5 lite", 16, 128),
-        ("TPU v5", 16, 128),
+    for kind, heads, head_dim, queries, tile_tokens in (
+        ("TPU v6 lite", 16, 128, 256, 512),
+        ("TPU7x", 16, 128, 256, 512),
+        ("TPU v6 lite", 32, 128, 128, 512),  # four heads of each key head
+        ("TPU v6 lite", 8, 128, 128, 512),  # one: 512 tokens would not fit
+        ("TPU v6 lite", 16, 256, 256, 1024),
+        ("TPU7x", 16, 256, 128, 512),  # has half of that memory
+        ("TPU v6 lite", 8, 256, 128, 512),
+        ("TPU v5 lite", 16, 256, 128, 512),
+        ("TPU v5 lite", 16, 128, 128, 512),
+        ("TPU v5", 16, 128, 128, 512),
     ):
-        page = jax.ShapeDtypeStruct((64, 8, 128, 128), jnp.bfloat16)
-        q = jax.ShapeDtypeStruct((512, heads, 128), jnp.bfloat16)
+        page = jax.ShapeDtypeStruct((64, 8, 128, head_dim), jnp.bfloat16)
+        q = jax.ShapeDtypeStruct((512, heads, head_dim), jnp.bfloat16)
         table = jax.ShapeDtypeStruct((1, 16), jnp.int32)
         with lowered_for("tpu", kind):
             cut = tiling(q, page, table, None, max_tokens_per_row=512)
-        assert (cut.queries, cut.tile_tokens) == (queries, 512)
-        # A step of few tokens has as few rows as before.
-        few = jax.ShapeDtypeStruct((8, heads, 128), jnp.bfloat16)
+        assert (cut.queries, cut.tile_tokens) == (queries, tile_tokens)
+        # A step of few tokens has as few rows as before, and as wide a tile.
+        few = jax.ShapeDtypeStruct((8, heads, head_dim), jnp.bfloat16)
         with lowered_for("tpu", kind):
-            assert tiling(few, page, table, None, max_tokens_per_row=8).queries == 8
+            cut = tiling(few, page, table, None, max_tokens_per_row=8)
+        assert (cut.queries, cut.tile_tokens) == (8, tile_tokens)
 
 
 def test_generations_differ_by_their_memory():
