@@ -20,7 +20,7 @@ def admit(run: RunState, growth: int) -> None:
     """Admits as many requests as rows and pages allow.
 
     Args:
-      growth: most tokens that a row gains in one burst.
+      growth: tokens that every row is to have room to gain.
     """
     admitted = run.scheduler.admit(growth)
     run.prompts.num_tokens += sum(row.num_to_prefill for row in admitted)

@@ -24,7 +24,7 @@ from specjax.engine.run_state import RunState
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.sending import Sender
 from specjax.engine.text_feed import MOST_PIECES
-from specjax.policy.interface import SpeculationPolicy
+from specjax.policy.interface import LEAST_TIMED_STEPS, SpeculationPolicy
 from specjax.runtime.jax_settings import check_not_traced, in_own_settings
 from specjax.runtime.progress import Report
 from specjax.sampling import RowSampling
@@ -282,8 +282,11 @@ class Loop:
         run.recomputes = False
 
     def _admit(self) -> None:
+        # Bursts are made shorter where pages are short, so that no row waits for room for the
+        # longest one. A plain burst is to fit, and of those that draft one whose time tells.
         steps = self.decoder.sizes.burst_steps
-        admit(self._run, steps * (1 + self.policy.max_speculative_tokens))
+        drafting = min(steps, LEAST_TIMED_STEPS) * (1 + self.policy.max_speculative_tokens)
+        admit(self._run, max(steps, drafting))
 
     def _send(self, max_burst_steps: int | None) -> None:
         self._sender.send(max_burst_steps)

@@ -139,9 +139,9 @@ class Scheduler:
     def admit(self, growth: int) -> list[Row]:
         """Admits waiting requests to rows, in their order, until one has to wait.
 
-        A request waits for a row, and for pages that hold its tokens and the `growth` of one
-        burst, beside those that the running rows need for the same growth. A request that could
-        share pages which are about to be filled is passed over by a few others.
+        A request waits for a row, and for pages that hold its tokens and `growth` more, beside
+        those that the running rows need for the same growth. A request that could share pages
+        which are about to be filled is passed over by a few others.
         """
         if not len(self.waiting) or self.table.is_occupied.all():
             return []

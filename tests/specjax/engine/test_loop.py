@@ -1,7 +1,9 @@
 """The loop over a decoder of integers that knows what every page must hold."""
 
+import dataclasses
 import types
 
+import fake_decoder
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
@@ -124,6 +126,23 @@ def test_preemption_when_pages_run_out(k):
     preempted = [request.num_preemptions for request in requests]
     assert preempted[0] == 0
     assert sum(preempted) > 0
+
+
+def test_as_many_rows_run_with_drafts_as_without(monkeypatch):
+    """Pages for four rows of 8 tokens beside plain bursts; drafts are accepted as often as ever."""
+    monkeypatch.setattr(fake_decoder, "BURST_STEPS", 32)
+    outputs, num_steps, num_rows = list(range(30, 70)), {}, {}
+    for k in (0, 4):
+        decoder = FakeDecoder(rows=8, num_pages=40)
+        decoder.sizes = dataclasses.replace(decoder.sizes, burst_steps=32)
+        engine, requests = start(decoder, outputs, prompts=[8] * 40, policy=Fixed(k))
+        engine._admit()
+        num_rows[k] = len(engine.scheduler.occupied)
+        finish(engine, requests)
+        num_steps[k] = sum(record.num_steps for record in engine.records)
+    assert num_rows == {0: 4, 4: 4}
+    # Three tokens per row and step are committed; with fewer rows more steps were needed.
+    assert num_steps[4] < num_steps[0] / 2.5
 
 
 def test_a_preempted_request_finds_its_pages_again():
