@@ -76,7 +76,7 @@ class BurstChoice:
         """Takes the pages for a burst of at most num_steps; None if there are none now.
 
         If pages are short, sent bursts are read back first (None); then fewer steps are
-        planned, then no drafts, and last a row is preempted.
+        planned, and last a row is preempted. Beside prompts, and of one row, drafts go before that.
         """
         run, scheduler = self._run, self._run.scheduler
         while len(rows):
@@ -90,7 +90,7 @@ class BurstChoice:
                 return None
             if num_steps > 1:
                 num_steps //= 2
-            elif decision.num_speculative_tokens:
+            elif decision.num_speculative_tokens and (beside is not None or len(rows) == 1):
                 plain = Decision(num_speculative_tokens=0, reason="pages")
                 # Beside prompts plain steps of all rows are compiled first.
                 smaller = self._row_buckets if beside is None else ()
