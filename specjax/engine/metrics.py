@@ -10,8 +10,8 @@ class BurstRecord:
     """One burst: its K, the reason, and predicted beside measured figures.
 
     `reason` names the policy: "goodput" (also "probe" or "nothing measured yet"), "fixed" or
-    "table"; or the limit that lowered K: "memory gate", "pages" (beside prompts), "rows"
-    (speculation_max_rows), "user" (no row wants drafts), "drafter off" (it failed),
+    "table"; or the limit that lowered K: "memory gate", "pages" (beside prompts, or of one row),
+    "rows" (speculation_max_rows), "user" (no row wants drafts), "drafter off" (it failed),
     "dropped" (the burst did not fit when it was compiled). "prompts" is a step that the goodput
     policy lets run plainly because of the prompt tokens beside it.
     """

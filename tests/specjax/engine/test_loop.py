@@ -128,7 +128,7 @@ def test_preemption_when_pages_run_out(k):
     assert sum(preempted) > 0
 
 
-def test_as_many_rows_run_with_drafts_as_without(monkeypatch):
+def test_as_many_rows_are_admitted_with_drafts_as_without(monkeypatch):
     """Pages for four rows of 8 tokens beside plain bursts; drafts are accepted as often as ever."""
     monkeypatch.setattr(fake_decoder, "BURST_STEPS", 32)
     outputs, num_steps, num_rows = list(range(30, 70)), {}, {}
