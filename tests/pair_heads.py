@@ -99,8 +99,9 @@ class Reference:
 class Rows:
     """Two rows of a head's own pages, which hold NaN before anything is written."""
 
-    def __init__(self, config, params, depth):
-        self.spec, self.depth = EagleDrafter(config), depth
+    def __init__(self, config, params, depth, store_features=None):
+        self.spec = EagleDrafter(config, store_features=store_features)
+        self.depth = depth
         self.params = DecoderParams(TARGET.params, params)
         self.context = DrafterContext(
             target=TARGET.config,
@@ -109,7 +110,7 @@ class Rows:
             taps=config.aux_layers,
         )
         self.drafter = self.spec.build(self.context)
-        self.head = EagleHead(**of_head(config, self.context))
+        self.head = EagleHead(**of_head(config, self.context), stores=self.spec.stores)
         state = self.drafter.init(2, 32, 2 * PAGES_PER_ROW, PAGE)
         self.state = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), state)
         pages = np.random.default_rng(0).permutation(2 * PAGES_PER_ROW)
@@ -150,27 +151,8 @@ class Rows:
         )
 
     def catch_up(self, roots, absorbed, takes_part):
-        """Absorbs what was deferred; returns `Draft.written`.
-
-        Args:
-          absorbed: tokens of each row that are absorbed.
-        """
-        cache = SimpleNamespace(
-            block_table=self.table,
-            page_size=PAGE,
-            num_slots=2 * PAGES_PER_ROW * PAGE,
-            lengths=jnp.array(roots, jnp.int32),
-        )
-        decode_state = SimpleNamespace(
-            cache=cache,
-            rows=2,
-            history=self.history,
-            drafter_lengths=jnp.array(absorbed, jnp.int32),
-        )
-        self.state, written = self.head.catch_up(
-            self.params, self.state, decode_state, jnp.array(takes_part)
-        )
-        return written.tolist()
+        sizes = {"page_size": PAGE, "num_slots": 2 * PAGES_PER_ROW * PAGE}
+        return catch_up(self, self.table, sizes, roots, absorbed, takes_part)
 
     def follow(self, row, root, drafts):
         """Returns r before each of these draft tokens; the last is not fed."""
@@ -194,6 +176,27 @@ class Rows:
         self.state = state  # with the keys and values of drafts, as a step leaves them
         logits = self.head.logits(self.params, jnp.stack(found), 0)
         return np.stack(found), np.argmax(logits, axis=1).tolist()
+
+
+def catch_up(rows, block_table, sizes, roots, absorbed, takes_part):
+    """Absorbs what rows deferred; returns `Draft.written`.
+
+    Args:
+      rows: with the head, its weights and state, and the history of two rows.
+      sizes: page_size and num_slots.
+      absorbed: tokens of each row that are absorbed.
+    """
+    lengths = jnp.array(roots, jnp.int32)
+    decode_state = SimpleNamespace(
+        cache=SimpleNamespace(block_table=block_table, lengths=lengths, **sizes),
+        rows=2,
+        history=rows.history,
+        drafter_lengths=jnp.array(absorbed, jnp.int32),
+    )
+    rows.state, written = rows.head.catch_up(
+        rows.params, rows.state, decode_state, jnp.array(takes_part)
+    )
+    return written.tolist()
 
 
 def check_texts(reference, rows, num_captured, vocab):

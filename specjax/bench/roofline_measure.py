@@ -23,6 +23,7 @@ from specjax.bench.roofline_cases import (
     of_first_layers,
     program,
 )
+from specjax.drafters import deferring
 from specjax.models.dflash import DFlashConfig
 from specjax.paged.work import ModelWork, model_work
 from specjax.planning.hlo_program import Program, parse
@@ -131,7 +132,7 @@ def _absorbed(case: Case, head: Any, nodes: int) -> int:
     weights = config.hidden_size * config.fc_width
     if isinstance(config, DFlashConfig):
         weights += own.num_layers * 2 * own.num_kv_heads * own.head_dim * own.hidden_size
-    stored = config.hidden_size if head.defers else 0
+    stored = deferring.num_stored(config, head.stores)
     return weights + case.rows * nodes * (2 * config.fc_width + stored)
 
 

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from specjax.cli.parser import layer_ids
+from specjax.config.checks import CAPTURED
 from specjax.config.engine import GATES, KV_CACHE_DTYPES, EngineConfig
 from specjax.config.speculation import SpeculationConfig
 
@@ -47,9 +48,19 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--store-features",
-        action=argparse.BooleanOptionalAction,
-        help="whether a head stores a vector per token, as store_features of a speculative config "
-        "says (default: heads of several EAGLE layers do)",
+        nargs="?",
+        const=True,
+        choices=[CAPTURED],
+        metavar=CAPTURED,
+        help="a head stores a vector per token, or what it captures, as store_features of a "
+        "speculative config says (default: heads of several EAGLE layers store a vector)",
+    )
+    parser.add_argument(
+        "--no-store-features",
+        dest="store_features",
+        action="store_false",
+        default=None,
+        help="a head stores nothing beside keys and values",
     )
     parser.add_argument(
         "--device",

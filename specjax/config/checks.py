@@ -8,6 +8,7 @@ import operator
 from typing import Any, TypeGuard
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+CAPTURED = "captured"  # a store_features
 
 
 def shown(value: Any, most: int = 100) -> str:
@@ -28,6 +29,14 @@ def is_int(value: Any) -> TypeGuard[int]:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_store_features(value: Any) -> None:
+    """Raises ValueError for a store_features that means nothing."""
+    if not (isinstance(value, bool | None) or (isinstance(value, str) and value == CAPTURED)):
+        raise ValueError(
+            f"store_features={shown(value)} must be True, False, {CAPTURED!r} or None."
+        )
 
 
 def is_sized(value: Any) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from specjax.config import batch_size_table, vllm_json
-from specjax.config.checks import is_int, is_sized
+from specjax.config.checks import check_store_features, is_int, is_sized
 from specjax.config.names import BY_NAME, MATCHING
 from specjax.config.rules import VERIFICATION_RULES, unknown_rule
 
@@ -131,8 +131,10 @@ class SpeculationConfig:
     parallel_drafting: bool | None = None
     # Whether an EAGLE or DFlash head stores one vector per token, which its layers read. It then
     # only stores while K is 0, and runs its layers over these tokens when a row drafts: plain steps
-    # take less time, and tokens more memory. By default heads of several EAGLE layers do.
-    store_features: bool | None = None
+    # take less time, and tokens more memory. "captured" stores the target's hidden states from
+    # which that vector is computed: plain steps compute nothing, and tokens take the most memory.
+    # By default heads of several EAGLE layers store the vector.
+    store_features: bool | str | None = None
     # Devices of a mesh's tensor axis over which a draft model is split, a number that divides the
     # axis: 1 puts the whole drafter on each device. By default the number with the shortest time
     # per draft token by the devices' published figures, 1 where these are unknown.
@@ -188,10 +190,11 @@ class SpeculationConfig:
                 f"method {self.method!r} leave it out."
             )
         self._check_growth()
-        for name in ("parallel_drafting", "store_features"):
-            value = getattr(self, name)
-            if not isinstance(value, bool | None):
-                raise ValueError(f"{name}={value!r} must be True, False or None.")
+        if not isinstance(self.parallel_drafting, bool | None):
+            raise ValueError(
+                f"parallel_drafting={self.parallel_drafting!r} must be True, False or None."
+            )
+        check_store_features(self.store_features)
         for name in (
             "max_drafts_per_step",
             "speculation_max_rows",

@@ -279,8 +279,8 @@ class DrafterSpec:
     def configured(self, config: SpeculationConfig) -> DrafterSpec:
         """Returns the spec with a config's settings applied. A field at its default sets nothing.
 
-        The default takes none of DRAFTER_FIELDS, and no parallel_drafting or store_features that is
-        True. A drafter that takes some applies them itself.
+        The default takes none of DRAFTER_FIELDS, and no parallel_drafting or store_features but
+        False. A drafter that takes some applies them itself.
 
         Raises:
           ValueError: the config sets a field that does not apply to this drafter.
@@ -386,8 +386,8 @@ def check_no_features(config: SpeculationConfig, name: str) -> None:
     """
     if config.store_features:
         raise ValueError(
-            f"store_features=True is for EAGLE and DFlash heads over the target, and {name} is "
-            "none; leave it out."
+            f"store_features={config.store_features!r} is for EAGLE and DFlash heads over the "
+            f"target, and {name} is none; leave it out."
         )
 
 

@@ -1,50 +1,121 @@
-"""Heads that defer: they store a feature per token, and run over these when a row drafts.
+"""Heads that defer: they store something of each token, and run over it when a row drafts.
 
-The feature of a token lies in the token's own slot and depends on no token after it. So pages are
-shared by their tokens, also those over which the head has not run yet.
+What is stored of a token lies in the token's own slot and depends on no token after it. So pages
+are shared by their tokens, also those over which the head has not run yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.drafters.base import CATCH_UP_WIDTH, LEAST_CATCH_UP, MOST_CATCH_UP
+from specjax.config.checks import CAPTURED
+from specjax.drafters.base import CATCH_UP_WIDTH, LEAST_CATCH_UP, MOST_CATCH_UP, DrafterContext
 from specjax.paged import kv_cache
 from specjax.paged.forward import make_batch
-from specjax.types import TokenBatch
+from specjax.types import DecoderParams, TokenBatch
 
 State = TypeVar("State")
 
-
-def stored(features: Array | None, fed: TokenBatch, new: Array) -> Array | None:
-    """Returns the features that are stored, with those of the tokens that were fed.
-
-    Args:
-      features: [num_pages, page_size, hidden_size]; None: the head does not defer.
-      new: [num_tokens, hidden_size], of `fed`.
-    """
-    if features is None:
-        return None
-    slots = _by_slot(features).at[fed.slot_mapping].set(new, mode="drop")
-    return slots.reshape(features.shape)
+FEATURES = "features"
 
 
-def features_at(features: Array, decode_state: Any, row_ids: Array, positions: Array) -> Array:
-    """Returns the features of tokens, [num_tokens, hidden_size]; of padding, those of any token.
+def num_stored(config: Any, stores: str | None) -> int:
+    """Returns the numbers that a head stores per token.
 
     Args:
-      features: [num_pages, page_size, hidden_size].
-      row_ids, positions: i32[num_tokens].
+      config: of an EAGLE, EAGLE-3 or DFlash head.
+      stores: as of `Deferring`.
     """
-    cache = decode_state.cache
-    sizes = {"page_size": cache.page_size, "num_slots": cache.num_slots}
-    slots = kv_cache.slots(cache.block_table, row_ids, positions, **sizes)
-    return _by_slot(features)[jnp.minimum(slots, cache.num_slots - 1)]
+    captured = len(config.aux_layers) * config.target_hidden_size
+    return {None: 0, FEATURES: config.hidden_size, CAPTURED: captured}[stores]
+
+
+@dataclasses.dataclass(frozen=True)
+class Deferring:
+    """A head over the target that may store something of each token.
+
+    Its state has a field `stored`, [num_pages, page_size, num_stored]; None: it stores nothing.
+
+    Attributes:
+      stores: FEATURES, what its layers read; CAPTURED, the target's hidden states, from which
+        features are computed: more numbers and no work; None: nothing.
+    """
+
+    config: Any
+    context: DrafterContext
+    stores: str | None = dataclasses.field(default=None, kw_only=True)
+
+    def features(self, params: DecoderParams, taps: Sequence[Array]) -> Array:
+        """Returns what its layers read of tokens, [num_tokens, hidden_size]."""
+        raise NotImplementedError
+
+    def init_stored(self, num_pages: int, page_size: int) -> Array | None:
+        """Returns what is stored of no token."""
+        if self.stores is None:
+            return None
+        width = num_stored(self.config, self.stores)
+        return jnp.zeros((num_pages, page_size, width), self.context.dtype)
+
+    def defer(
+        self,
+        params: DecoderParams,
+        state: Any,
+        fed: TokenBatch,
+        next_token_ids: Array,
+        taps: tuple[Array, ...],
+        row_ids: Array,
+        max_tokens_per_row: int,
+    ) -> Any:
+        """Stores what absorbing would read of the tokens that were fed; see `Drafter.defer`."""
+        del next_token_ids, row_ids, max_tokens_per_row
+        return self.store(params, state, fed, taps)[0]
+
+    def store(
+        self, params: DecoderParams, state: Any, fed: TokenBatch, taps: tuple[Array, ...]
+    ) -> tuple[Any, Array]:
+        """Returns the state with what is stored of the tokens that were fed, and their features.
+
+        The features are those that are read from what is stored: [num_tokens, hidden_size].
+        """
+        is_captured = self.stores == CAPTURED
+        new = jnp.concatenate(taps, axis=-1) if is_captured else self.features(params, taps)
+        new = new.astype(self.context.dtype)
+        if self.stores is not None:
+            slots = _by_slot(state.stored).at[fed.slot_mapping].set(new, mode="drop")
+            state = state._replace(stored=slots.reshape(state.stored.shape))
+        return state, self._features_of(params, new)
+
+    def features_at(
+        self,
+        params: DecoderParams,
+        state: Any,
+        decode_state: Any,
+        row_ids: Array,
+        positions: Array,
+    ) -> Array:
+        """Returns the features of tokens that are stored, [num_tokens, hidden_size]; of padding,
+        those of any token.
+
+        Args:
+          row_ids, positions: i32[num_tokens].
+        """
+        cache = decode_state.cache
+        sizes = {"page_size": cache.page_size, "num_slots": cache.num_slots}
+        slots = kv_cache.slots(cache.block_table, row_ids, positions, **sizes)
+        found = _by_slot(state.stored)[jnp.minimum(slots, cache.num_slots - 1)]
+        return self._features_of(params, found)
+
+    def _features_of(self, params: DecoderParams, stored: Array) -> Array:
+        if self.stores != CAPTURED:
+            return stored
+        taps = jnp.split(stored, len(self.config.aux_layers), axis=-1)
+        return self.features(params, taps).astype(self.context.dtype)
 
 
 def catch_up(
@@ -86,6 +157,6 @@ def catch_up(
     return state
 
 
-def _by_slot(features: Array) -> Array:
-    """Returns the features that are stored, [num_slots, hidden_size]."""
-    return features.reshape(-1, features.shape[-1])
+def _by_slot(stored: Array) -> Array:
+    """Returns what is stored, [num_slots, numbers]."""
+    return stored.reshape(-1, stored.shape[-1])

@@ -1,16 +1,18 @@
 """A drafter that is a DFlash head over the target: one pass over a block of masks drafts a chain.
 
 The slot of token j holds the keys and values of its context, which depend on no token after it.
-A head absorbs every committed token, so that nothing is behind when a row drafts; one that defers
-(`deferring`) stores the contexts of K = 0 themselves, and makes their keys and values when a row
-drafts. A block writes its own from the newest token on, past the last absorbed one; absorbing
-overwrites them. Tokens are drawn one after the other, each with its own noise and after the
-sampling parameters of the request have seen the ones before it; the head ran once for all of them.
+A head absorbs every committed token, so that nothing is behind when a row drafts. One that defers
+(`deferring`) stores the contexts of K = 0 themselves, or the hidden states that they are computed
+from, and makes their keys and values when a row drafts. A block writes its own from the newest
+token on, past the last absorbed one; absorbing overwrites them. Tokens are drawn one after the
+other, each with its own noise and after the sampling parameters of the request have seen the ones
+before it; the head ran once for all of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from jax import Array
 from pallas_kernels.ragged import tokens_of
 from specjax.drafters import deferring, one_pass, token_by_token
 from specjax.drafters.base import Draft, Drafter, DrafterContext, by_page
+from specjax.drafters.deferring import Deferring
 from specjax.drafters.one_pass import Drafting, OverMasks
 from specjax.drafters.token_by_token import TokenByToken, token_at
 from specjax.models import dflash, dflash2, dspark
@@ -33,31 +36,25 @@ BITS = 32  # of a word of ancestor bits
 
 
 class DFlashState(NamedTuple):
-    """Keys and values of every layer, by page.
-
-    Attributes:
-      features: [num_pages, page_size, hidden_size], the context of each token in the token's slot;
-        None for a head that does not defer.
-    """
+    """Keys and values of every layer, by page; `stored` is as of `deferring.Deferring`."""
 
     pages: tuple[kv_cache.Pages, ...]
-    features: Array | None = None
+    stored: Array | None = None
 
 
-def drafter(config: DFlashConfig, context: DrafterContext, *, defers: bool) -> Drafter:
+def drafter(config: DFlashConfig, context: DrafterContext, *, stores: str | None) -> Drafter:
     """Returns the functions of a DFlash head.
 
     Args:
-      defers: whether K = 0 stores contexts alone, see `deferring`.
+      stores: as of `deferring.Deferring`.
     """
-    depth, dtype = context.num_speculative_tokens, context.dtype
-    head = _Head(**token_by_token.of_head(config, context))
+    depth = context.num_speculative_tokens
+    head = _Head(**token_by_token.of_head(config, context), stores=stores)
 
     def init(rows: int, max_length: int, num_pages: int, page_size: int) -> DFlashState:
         del rows, max_length
-        pages = kv_cache.init_pages(config.layers, num_pages, page_size, dtype)
-        shape = num_pages, page_size, config.hidden_size
-        return DFlashState(pages, jnp.zeros(shape, dtype) if defers else None)
+        pages = kv_cache.init_pages(config.layers, num_pages, page_size, context.dtype)
+        return DFlashState(pages, head.init_stored(num_pages, page_size))
 
     def draft(
         params: DecoderParams, state: DFlashState, decode_state: Any, num_tokens: Array
@@ -65,7 +62,7 @@ def drafter(config: DFlashConfig, context: DrafterContext, *, defers: bool) -> D
         """Drafts as `Drafter.draft` does; a block holds `most_drafts` tokens."""
         asked = jnp.minimum(num_tokens, config.most_drafts)
         written = None
-        if defers:
+        if head.stores:
             takes_part = decode_state.is_active & (asked > 0)
             state, written = head.catch_up(params, state, decode_state, takes_part)
         drafted = token_by_token.draft(head, depth, None, params, state, decode_state, asked)
@@ -75,7 +72,7 @@ def drafter(config: DFlashConfig, context: DrafterContext, *, defers: bool) -> D
         draft,
         init=init,
         absorb=head.absorb,
-        defer=head.defer if defers else None,
+        defer=head.defer if head.stores else None,
         state_axes=by_page,
         draws_afresh=True,
     )
@@ -100,7 +97,7 @@ class _OfRows(TokenByToken):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Head(OverMasks, _OfRows):
+class _Head(OverMasks, Deferring, _OfRows):
     """A head that is fed contexts of the text, and blocks of masks."""
 
     def absorb(
@@ -115,29 +112,17 @@ class _Head(OverMasks, _OfRows):
     ) -> DFlashState:
         """Writes keys and values of the tokens that were fed; see `Drafter.absorb`."""
         del next_token_ids, row_ids, max_tokens_per_row
-        contexts = self._contexts(params, taps)
-        features = deferring.stored(state.features, fed, contexts)
-        return self._with_keys(params, state._replace(features=features), fed, contexts)
+        state, contexts = self.store(params, state, fed, taps)
+        return self._with_keys(params, state, fed, contexts)
 
-    def defer(
-        self,
-        params: DecoderParams,
-        state: DFlashState,
-        fed: TokenBatch,
-        next_token_ids: Array,
-        taps: tuple[Array, ...],
-        row_ids: Array,
-        max_tokens_per_row: int,
-    ) -> DFlashState:
-        """Stores the contexts of the tokens that were fed; see `Drafter.defer`."""
-        del next_token_ids, row_ids, max_tokens_per_row
-        contexts = self._contexts(params, taps)
-        return state._replace(features=deferring.stored(state.features, fed, contexts))
+    def features(self, params: DecoderParams, taps: Sequence[Array]) -> Array:
+        """Returns the contexts of tokens."""
+        return dflash.context(params.drafter, self.config, taps)
 
     def catch_up(
         self, params: DecoderParams, state: DFlashState, decode_state: Any, takes_part: Array
     ) -> tuple[DFlashState, Array]:
-        """Makes the keys and values that rows lack below their root, from stored contexts.
+        """Makes the keys and values that rows lack below their root, from what is stored.
 
         Args:
           takes_part: bool[rows]; other rows stay behind.
@@ -148,18 +133,13 @@ class _Head(OverMasks, _OfRows):
         root, done = decode_state.cache.lengths, decode_state.drafter_lengths
 
         def run(state: DFlashState, batch: TokenBatch) -> DFlashState:
-            assert state.features is not None
             own = batch.row_ids, batch.positions
-            contexts = deferring.features_at(state.features, decode_state, *own)
+            contexts = self.features_at(params, state, decode_state, *own)
             return self._with_keys(params, state, batch, contexts)
 
         counts = jnp.where(takes_part, jnp.maximum(root - done, 0), 0)
         state = deferring.catch_up(run, state, decode_state, done, counts)
         return state, jnp.where(takes_part, root, done)
-
-    def _contexts(self, params: DecoderParams, taps: tuple[Array, ...]) -> Array:
-        """Returns the contexts of tokens as they are stored, [num_tokens, hidden_size]."""
-        return dflash.context(params.drafter, self.config, taps).astype(self.context.dtype)
 
     def _with_keys(
         self, params: DecoderParams, state: DFlashState, batch: TokenBatch, contexts: Array

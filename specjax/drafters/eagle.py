@@ -26,6 +26,7 @@ from pallas_kernels import layout
 from pallas_kernels.ragged import tokens_of
 from specjax.drafters import deferring, token_by_token
 from specjax.drafters.base import Draft, Drafter, DrafterContext, by_page, by_row
+from specjax.drafters.deferring import Deferring
 from specjax.drafters.token_by_token import TokenByToken, batch_of_nodes, keep_newest
 from specjax.models import eagle as eagle1
 from specjax.models import eagle3
@@ -49,13 +50,12 @@ class EagleState(NamedTuple):
     Attributes:
       pages: of every layer of the head.
       newest: [rows, hidden_size]. The pair is at the position of the row's root.
-      features: [num_pages, page_size, hidden_size], that of each token in the token's own slot;
-        None for a head that does not defer.
+      stored: as of `deferring.Deferring`.
     """
 
     pages: tuple[kv_cache.Pages, ...]
     newest: Array
-    features: Array | None = None
+    stored: Array | None = None
 
 
 def drafter(
@@ -63,38 +63,37 @@ def drafter(
     context: DrafterContext,
     shape: TreeShape | Growth | None = None,
     *,
-    defers: bool,
+    stores: str | None,
 ) -> Drafter:
     """Returns the functions of an EAGLE or EAGLE-3 head.
 
     Args:
       shape: shape of a tree, whose depth is K, or how it grows; None: chains.
-      defers: whether K = 0 stores features alone, see `deferring`.
+      stores: as of `deferring.Deferring`.
     """
-    head = EagleHead(**token_by_token.of_head(config, context))
+    head = EagleHead(**token_by_token.of_head(config, context), stores=stores)
     propose = functools.partial(token_by_token.draft, head, context.num_speculative_tokens, shape)
-    return functions_of(head, propose, defers=defers)
+    return functions_of(head, propose)
 
 
-def functions_of(head: EagleHead, propose: Callable[..., Draft], *, defers: bool) -> Drafter:
+def functions_of(head: EagleHead, propose: Callable[..., Draft]) -> Drafter:
     """Returns the functions of a head.
 
     Args:
       propose: drafts as `Drafter.draft` does, with a head that has caught up.
-      defers: whether K = 0 stores features alone, see `deferring`.
     """
     own, dtype = head.config.layers, head.context.dtype
 
     def init(rows: int, max_length: int, num_pages: int, page_size: int) -> EagleState:
         del max_length
-        zeros = lambda *shape: jnp.zeros((*shape, own.hidden_size), dtype)
         pages = kv_cache.init_pages(own, num_pages, page_size, dtype)
-        return EagleState(pages, zeros(rows), zeros(num_pages, page_size) if defers else None)
+        newest = jnp.zeros((rows, own.hidden_size), dtype)
+        return EagleState(pages, newest, head.init_stored(num_pages, page_size))
 
     def draft(
         params: DecoderParams, state: EagleState, decode_state: Any, num_tokens: Array
     ) -> Draft:
-        if not defers:
+        if not head.stores:
             return propose(params, state, decode_state, num_tokens)
         takes_part = decode_state.is_active & (num_tokens > 0)
         state, written = head.catch_up(params, state, decode_state, takes_part)
@@ -104,7 +103,7 @@ def functions_of(head: EagleHead, propose: Callable[..., Draft], *, defers: bool
         draft,
         init=init,
         absorb=head.absorb,
-        defer=head.defer if defers else None,
+        defer=head.defer if head.stores else None,
         state_axes=_axes,
         draws_afresh=True,
     )
@@ -116,15 +115,14 @@ def equations_of(config: AnyEagle) -> Any:
 
 
 def _axes(state: EagleState) -> Any:
-    return EagleState(by_page(state.pages), by_row(state.newest), by_page(state.features))
+    return EagleState(by_page(state.pages), by_row(state.newest), by_page(state.stored))
 
 
 @dataclasses.dataclass(frozen=True)
-class EagleHead(TokenByToken):
+class EagleHead(Deferring, TokenByToken):
     """A head that is fed pairs, token by token."""
 
     config: AnyEagle
-    context: DrafterContext
 
     @property
     def model(self) -> Any:
@@ -142,7 +140,7 @@ class EagleHead(TokenByToken):
         max_tokens_per_row: int,
     ) -> EagleState:
         """Runs the pairs of the tokens after those that were fed; see `Drafter.absorb`."""
-        features = self._features(params, taps)
+        state, features = self.store(params, state, fed, taps)
         slots = kv_cache.slots(
             fed.block_table, fed.row_ids, fed.positions + 1, **_page_sizes(state)
         )
@@ -155,31 +153,15 @@ class EagleHead(TokenByToken):
         )
         x, pages = self.run_pairs(params, state.pages, pairs, features, max_tokens_per_row)
         newest = keep_newest(state.newest, x, fed, row_ids)
-        return EagleState(pages, newest, deferring.stored(state.features, fed, features))
+        return state._replace(pages=pages, newest=newest)
 
-    def defer(
-        self,
-        params: DecoderParams,
-        state: EagleState,
-        fed: TokenBatch,
-        next_token_ids: Array,
-        taps: tuple[Array, ...],
-        row_ids: Array,
-        max_tokens_per_row: int,
-    ) -> EagleState:
-        """Stores the features of the tokens that were fed; see `Drafter.defer`."""
-        del next_token_ids, row_ids, max_tokens_per_row
-        features = self._features(params, taps)
-        return state._replace(features=deferring.stored(state.features, fed, features))
-
-    def _features(self, params: DecoderParams, taps: tuple[Array, ...]) -> Array:
-        """Returns the features of tokens as they are stored, [num_tokens, hidden_size]."""
-        return self.model.feature(params.drafter, self.config, taps).astype(self.context.dtype)
+    def features(self, params: DecoderParams, taps: Sequence[Array]) -> Array:
+        return self.model.feature(params.drafter, self.config, taps)
 
     def catch_up(
         self, params: DecoderParams, state: EagleState, decode_state: Any, takes_part: Array
     ) -> tuple[EagleState, Array]:
-        """Runs the pairs that rows lack up to their root, from the features that are stored.
+        """Runs the pairs that rows lack up to their root, from what is stored.
 
         Args:
           takes_part: bool[rows]; other rows stay behind.
@@ -191,9 +173,8 @@ class EagleHead(TokenByToken):
         row_ids = jnp.arange(decode_state.rows, dtype=jnp.int32)
 
         def run(state: EagleState, pairs: TokenBatch) -> EagleState:
-            assert state.features is not None
             before = pairs.row_ids, pairs.positions - 1
-            features = deferring.features_at(state.features, decode_state, *before)
+            features = self.features_at(params, state, decode_state, *before)
             x, pages = self.run_pairs(params, state.pages, pairs, features, len(features))
             newest = keep_newest(state.newest, x, pairs, row_ids)
             return state._replace(pages=pages, newest=newest)

@@ -7,10 +7,10 @@ from typing import Any, ClassVar, TypeGuard
 
 import jax.numpy as jnp
 
-from specjax.config.checks import is_int
+from specjax.config.checks import CAPTURED, check_store_features, is_int
 from specjax.config.speculation import SpeculationConfig
+from specjax.drafters import deferring, eagle, newest_state, parallel_eagle
 from specjax.drafters import dflash as dflash_head
-from specjax.drafters import eagle, newest_state, parallel_eagle
 from specjax.drafters.base import (
     Block,
     Drafter,
@@ -72,8 +72,67 @@ class _OverTarget(DrafterSpec):
         return faults
 
 
+class _Storing(_OverTarget):
+    """A head that may store something of each token, and run over it later (`deferring`).
+
+    Attributes:
+      store_features: as of SpeculationConfig. A field of the derived class.
+    """
+
+    store_features: bool | str | None
+
+    @property
+    def stores(self) -> str | None:
+        """What it stores of each token, as of `deferring.Deferring`."""
+        asked = self.store_features
+        if asked == CAPTURED:
+            return CAPTURED
+        if asked is None:
+            asked = self._stores_by_itself
+        return deferring.FEATURES if asked else None
+
+    @property
+    def defers(self) -> bool:
+        """Whether plain steps only store, see `Drafter.defer`."""
+        return self.stores is not None
+
+    @property
+    def _stores_by_itself(self) -> bool:
+        """Whether it stores features where store_features is None."""
+        return False
+
+    def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
+        """Returns the bytes of its keys and values per token, and of what it stores."""
+        del target
+        numbers = kv_cache.numbers_per_token(self.config.layers)
+        numbers += deferring.num_stored(self.config, self.stores)
+        return numbers * jnp.dtype(dtype).itemsize
+
+    def _storing_of(self, config: SpeculationConfig) -> bool | str | None:
+        """Returns what a config says of stored features, or its own."""
+        return self.store_features if config.store_features is None else config.store_features
+
+    def _absorb_work(self, read: Any, num_whole_layers: int, dtype: Any) -> ModelWork:
+        """Returns the work of absorbing.
+
+        Its hidden states wait for others of the same window: they are written and read once.
+
+        Args:
+          read: the weights of what is run, in any tree.
+          num_whole_layers: layers that run with their attention.
+        """
+        config = self.config
+        numbers = 2 * deferring.num_stored(config, CAPTURED)
+        numbers += deferring.num_stored(config, self.stores)
+        if not self.defers:
+            numbers += kv_cache.numbers_per_token(config.layers)
+        own = dataclasses.replace(config.layers, num_layers=num_whole_layers)
+        token_bytes = numbers * jnp.dtype(dtype).itemsize
+        return _head_work(own, weights.num_weights(read), dtype, token_bytes=token_bytes)
+
+
 @dataclasses.dataclass(frozen=True)
-class EagleDrafter(_OverTarget, Shaped):
+class EagleDrafter(_Storing, Shaped):
     """An EAGLE or EAGLE-3 head over the target; `shape` describes its trees, None: chains.
 
     One with a mask token, P-EAGLE, drafts a chain in one pass (`parallel_eagle`). For
@@ -82,9 +141,10 @@ class EagleDrafter(_OverTarget, Shaped):
 
     config: EagleConfig | Eagle3Config
     shape: TreeShape | Growth | None = None
-    store_features: bool | None = None
+    store_features: bool | str | None = None
 
     def __post_init__(self):
+        check_store_features(self.store_features)
         if self.shape is not None and _takes_masks(self.config):
             raise ValueError(
                 "P-EAGLE drafts chains, in one pass; leave out speculative_token_tree and "
@@ -99,24 +159,17 @@ class EagleDrafter(_OverTarget, Shaped):
         Raises:
           ValueError: the config sets a field that does not apply to a head over the target.
         """
-        storing = _storing(self, config)
+        storing = self._storing_of(config)
         return dataclasses.replace(self, shape=_head_shape(self, config), store_features=storing)
 
     @property
-    def defers(self) -> bool:
-        """Whether plain steps only store features, see `Drafter.defer`; where nothing is said, of
-        several layers.
+    def _stores_by_itself(self) -> bool:
+        """Whether it has several layers.
 
         Of one layer, absorbing makes keys and values alone, which takes less memory than features
         and hardly more time.
         """
-        if self.store_features is None:
-            return self.config.layers.num_layers > 1
-        return self.store_features
-
-    def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
-        del target
-        return _bytes_per_token(self, dtype)
+        return self.config.layers.num_layers > 1
 
     def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
         del target
@@ -138,20 +191,18 @@ class EagleDrafter(_OverTarget, Shaped):
         below all; of a head that defers, no layer."""
         del target
         leaves = eagle.equations_of(self.config).weights_of(self.config)
-        num_below = 0 if self.defers else self.config.layers.num_layers - 1
-        own = dataclasses.replace(self.config.layers, num_layers=num_below)
-        if self.defers:
-            read = leaves["fc"] if isinstance(self.config, Eagle3Config) else ()
-        else:
+        if not self.defers:
             *below, last = leaves["layers"]
             read = leaves["fc"], below, last["k_proj"], last["v_proj"]
-        return _head_work(own, weights.num_weights(read), dtype)
+            return self._absorb_work(read, len(below), dtype)
+        computes = self.stores == deferring.FEATURES and isinstance(self.config, Eagle3Config)
+        return self._absorb_work(leaves["fc"] if computes else (), 0, dtype)
 
     def build(self, context: DrafterContext) -> Drafter:
         if _takes_masks(self.config):
-            return parallel_eagle.drafter(self.config, context, defers=self.defers)
+            return parallel_eagle.drafter(self.config, context, stores=self.stores)
         shape = self._cut(context.num_speculative_tokens)
-        return eagle.drafter(self.config, context, shape, defers=self.defers)
+        return eagle.drafter(self.config, context, shape, stores=self.stores)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,18 +293,6 @@ def _head_shape(
     return spec.shape_of(config, spec.config.vocab_size)
 
 
-def _storing(spec: EagleDrafter | DFlashDrafter, config: SpeculationConfig) -> bool | None:
-    """Returns what a config says of stored features, or the head's own."""
-    return spec.store_features if config.store_features is None else config.store_features
-
-
-def _bytes_per_token(spec: EagleDrafter | DFlashDrafter, dtype: Any) -> int:
-    """Returns the bytes of a head's keys and values per token, and of a feature that it stores."""
-    own = spec.config.layers
-    numbers = kv_cache.numbers_per_token(own) + (own.hidden_size if spec.defers else 0)
-    return numbers * jnp.dtype(dtype).itemsize
-
-
 def _check_mask(config: Eagle3Config | DFlashConfig) -> None:
     """Raises ValueError for a mask that is no token of the target."""
     mask, last = config.mask_token_id, config.target_vocab_size - 1
@@ -285,7 +324,7 @@ def _head_work(own: ModelConfig, products: int, dtype: Any, **others: Any) -> Mo
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlashDrafter(_OverTarget):
+class DFlashDrafter(_Storing):
     """A DFlash head over the target, which drafts a chain in one pass over a block of masks.
 
     It drafts at most `DFlashConfig.most_drafts` tokens; a larger K drafts no more. For
@@ -293,11 +332,12 @@ class DFlashDrafter(_OverTarget):
     """
 
     config: DFlashConfig
-    store_features: bool | None = None
+    store_features: bool | str | None = None
 
     has_probs: ClassVar[bool] = True
 
     def __post_init__(self):
+        check_store_features(self.store_features)
         _check_mask(self.config)
 
     def with_tree(self, config: SpeculationConfig) -> DFlashDrafter:
@@ -309,20 +349,11 @@ class DFlashDrafter(_OverTarget):
         # It drafts in one pass whatever the config says.
         others = dataclasses.replace(config, store_features=None, parallel_drafting=None)
         super().with_tree(others)
-        return dataclasses.replace(self, store_features=_storing(self, config))
-
-    @property
-    def defers(self) -> bool:
-        """Whether plain steps only store contexts, see `Drafter.defer`."""
-        return bool(self.store_features)
+        return dataclasses.replace(self, store_features=self._storing_of(config))
 
     def tree_slots(self, num_speculative_tokens: int) -> int:
         """Returns the slots that a block takes past the newest token."""
         return self.config.num_rows(num_speculative_tokens) - 1
-
-    def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
-        del target
-        return _bytes_per_token(self, dtype)
 
     def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
         del target
@@ -345,14 +376,14 @@ class DFlashDrafter(_OverTarget):
 
     def absorb_work(self, target: ModelConfig, dtype: Any) -> ModelWork:
         """Returns the work of making the contexts' keys and values in all layers; of a head that
-        defers them, of the contexts alone."""
+        defers them, of the contexts alone, or of nothing."""
         del target
         leaves = dflash.weights_of(self.config)
-        layers = () if self.defers else leaves["layers"]
-        kept = [(layer["k_proj"], layer["v_proj"]) for layer in layers]
-        products = weights.num_weights((leaves["fc"], kept))
-        own = dataclasses.replace(self.config.layers, num_layers=0)
-        return _head_work(own, products, dtype)
+        if self.defers:
+            read = leaves["fc"] if self.stores == deferring.FEATURES else ()
+        else:
+            read = leaves["fc"], [(one["k_proj"], one["v_proj"]) for one in leaves["layers"]]
+        return self._absorb_work(read, 0, dtype)
 
     @property
     def _block(self) -> Block:
@@ -363,4 +394,4 @@ class DFlashDrafter(_OverTarget):
         return Block(self.config.first_row, per_draft=1, most=size)
 
     def build(self, context: DrafterContext) -> Drafter:
-        return dflash_head.drafter(self.config, context, defers=self.defers)
+        return dflash_head.drafter(self.config, context, stores=self.stores)

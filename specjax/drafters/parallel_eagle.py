@@ -29,13 +29,13 @@ from specjax.sampling.vocabulary import Vocabulary
 from specjax.types import DecoderParams
 
 
-def drafter(config: Eagle3Config, context: DrafterContext, *, defers: bool) -> Drafter:
+def drafter(config: Eagle3Config, context: DrafterContext, *, stores: str | None) -> Drafter:
     """Returns the functions of a P-EAGLE head, a config with a `mask_token_id`.
 
     Args:
-      defers: whether K = 0 stores features alone, see `deferring`.
+      stores: as of `deferring.Deferring`.
     """
-    head = ParallelHead(**token_by_token.of_head(config, context))
+    head = ParallelHead(**token_by_token.of_head(config, context), stores=stores)
     depth = context.num_speculative_tokens
 
     def propose(
@@ -45,7 +45,7 @@ def drafter(config: Eagle3Config, context: DrafterContext, *, defers: bool) -> D
         drafted = token_by_token.draft(head, depth, None, params, asked, decode_state, num_tokens)
         return drafted._replace(state=state._replace(pages=drafted.state.pages))
 
-    return eagle.functions_of(head, propose, defers=defers)
+    return eagle.functions_of(head, propose)
 
 
 @dataclasses.dataclass(frozen=True)

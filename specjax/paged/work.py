@@ -52,6 +52,7 @@ class ModelWork:
       token_flops: operations per token in products with weights.
       context_bytes: bytes of keys and values per token of context, read once per row.
       context_flops: operations per pair of a token and a token of its context.
+      token_bytes: bytes that are read and written per token beside these.
       layer_windows: sliding window of each layer in tokens, None without; (): none in any
         layer. Layers have equal parts of context_bytes and context_flops.
       num_layers: number of layers; each launches its operations separately.
@@ -63,6 +64,7 @@ class ModelWork:
     token_flops: float
     context_bytes: float
     context_flops: float
+    token_bytes: float = 0.0
     layer_windows: tuple[int | None, ...] = ()
     num_layers: int = 0
     block: Block | None = None
@@ -83,7 +85,7 @@ class ModelWork:
         """Returns the work of a forward of `tokens` tokens in `rows` rows of `context` tokens."""
         seen = self.seen(context)
         return Work(
-            self.weight_bytes + rows * seen * self.context_bytes,
+            self.weight_bytes + rows * seen * self.context_bytes + tokens * self.token_bytes,
             tokens * (self.token_flops + seen * self.context_flops),
         )
 

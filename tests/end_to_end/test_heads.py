@@ -115,22 +115,26 @@ HEADS |= {
     name: (functools.partial(HEADS[of][0], store_features=stores), *HEADS[of][1:])
     for name, of, stores in (
         ("eagle3_stored", "eagle3", True),
+        ("eagle3_captured", "eagle3", "captured"),
         ("p_eagle_at_once", "p_eagle", False),
         ("dflash_stored", "dflash", True),
+        ("dflash_captured", "dflash", "captured"),
     )
 }
 PARALLEL = "pard"
-KINDS = (*HEADS, PARALLEL)
+# One of each pair that differs in what is stored alone.
+KINDS = (*(name for name in HEADS if name not in ("eagle3_stored", "dflash_stored")), PARALLEL)
 CHAINS_ALONE = (
     "dflash",
     "dflash2",
+    "dflash_captured",
     "dflash_stored",
     "dspark",
     "dspark_rnn",
     "p_eagle",
     "p_eagle_at_once",
 )
-TREES = [name for name in HEADS if name not in CHAINS_ALONE]
+TREES = [name for name in KINDS if name not in (*CHAINS_ALONE, PARALLEL)]
 QUICKEST = "mlp_speculator"
 TREE = {"speculative_token_tree": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}
 GROWN = {"tree_top_k": 2, "num_speculative_tokens": 3}
@@ -228,7 +232,11 @@ def test_trees(target, plain, name, tree):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.full if name == QUICKEST else SLOW) for name in HEADS],
+    [
+        pytest.param(name, marks=pytest.mark.full if name == QUICKEST else SLOW)
+        for name in KINDS
+        if name != PARALLEL
+    ],
 )
 def test_beside_history(target, plain, name):
     """Rows take a match where they expect more of it; the head sees every token all the same."""
@@ -241,7 +249,7 @@ def test_beside_history(target, plain, name):
 
 
 @SLOW
-@pytest.mark.parametrize("name", ["eagle3", "dflash", "dflash_stored"])
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "dflash_captured"])
 def test_beside_history_over_a_mesh(target, plain, name):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4])
     config = {"corpus_tokens": 512}

@@ -8,7 +8,7 @@ import dataclasses
 
 import pytest
 from helpers import tiny_llama
-from test_heads import HEADS, KINDS, head
+from test_heads import HEADS, PARALLEL, head
 
 import specjax
 from specjax.config.engine import EngineConfig
@@ -26,7 +26,7 @@ SAMPLING = SamplingParams(
     temperature=1.5, max_tokens=BEFORE + PHASE + AFTER + 8, ignore_eos=True, seed=3
 )
 ENGINE = EngineConfig(page_size=16, max_rows=1, burst_steps=8, max_context=400)
-IN_THE_GATE = ("eagle3", "p_eagle", "dflash_stored")
+IN_THE_GATE = ("eagle3", "p_eagle", "dflash_captured")
 
 
 @dataclasses.dataclass
@@ -121,7 +121,7 @@ def check(target, plain, name):
     "name",
     [
         pytest.param(name, marks=pytest.mark.full if name in IN_THE_GATE else pytest.mark.slow)
-        for name in KINDS
+        for name in (*HEADS, PARALLEL)
     ],
 )
 def test_acceptance_after_a_phase_is_that_without_one(target, plain, name):

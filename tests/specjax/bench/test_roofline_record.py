@@ -237,6 +237,8 @@ def test_a_head_that_defers_also_stores_a_vector_per_node():
     without = dataclasses.replace(case.spec, store_features=False)
     absorbed = functools.partial(roofline_measure._absorbed, case)
     assert absorbed(case.spec, 5) - absorbed(without, 5) == 2 * 5 * 4096
+    captured = dataclasses.replace(case.spec, store_features="captured")
+    assert absorbed(captured, 5) - absorbed(without, 5) == 2 * 5 * 3 * 4096
 
 
 def plain_of(case):

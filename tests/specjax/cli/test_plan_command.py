@@ -115,7 +115,12 @@ def test_weights_are_bfloat16_where_the_device_has_it(device, dtype, monkeypatch
 
 @pytest.mark.parametrize(
     ("arguments", "stored"),
-    [([], None), (["--store-features"], True), (["--no-store-features"], False)],
+    [
+        ([], None),
+        (["--store-features"], True),
+        (["--store-features", "captured"], "captured"),
+        (["--no-store-features"], False),
+    ],
 )
 def test_a_plan_of_a_head_that_stores_features(arguments, stored, monkeypatch):
     planned = []

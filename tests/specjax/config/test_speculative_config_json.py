@@ -61,6 +61,7 @@ def read(given):
         ({"parallel_drafting": False}, {"parallel_drafting": False}),
         ({"parallel_drafting": True}, {"parallel_drafting": True}),
         ({"store_features": False}, {"store_features": False}),
+        ({"store_features": "captured"}, {"store_features": "captured"}),
     ],
 )
 def test_keys_with_a_meaning(given, fields):

@@ -52,11 +52,10 @@ HEADS = {
     "eagle3": eagle3_of(1),
     "p_eagle": eagle3_of(2, **MASK),
     "dflash": (DFlashDrafter, dflash, DFLASH),
-    "dflash_stored": (
-        functools.partial(DFlashDrafter, store_features=True),
-        dflash,
-        DFLASH,
-    ),
+}
+HEADS |= {
+    f"dflash, {stored}": (functools.partial(DFlashDrafter, store_features=stored), dflash, DFLASH)
+    for stored in (True, "captured")
 }
 CUTS = [(1, 1, 2, 3, 4, 9), (FEW_STEPS,) * (STEPS // FEW_STEPS), (FEW_STEPS + 1, WINDOW + 1)]
 

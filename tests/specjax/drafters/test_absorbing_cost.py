@@ -12,6 +12,7 @@ from specjax.config.engine import EngineConfig
 from specjax.decode.absorb import FEW_STEPS
 from specjax.decode.config import DecoderConfig
 from specjax.decode.sizes import Sizes
+from specjax.drafters import deferring
 from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter
 from specjax.drafters.spec import NoDrafter
 from specjax.models.base import before_final_norm
@@ -97,6 +98,21 @@ QUICK = "EAGLE", "EAGLE-3", "EAGLE-3 of two layers", "DFlash, stored"
 def test_no_more_is_computed_than_the_spec_says(plain, name):
     """Of an EAGLE head's last layer keys and values alone; where features are stored, of none."""
     drafter = HEADS[name]
-    least = ROWS * (STEPS + FEW_STEPS) * drafter.absorb_work(TARGET, jnp.float32).token_flops
+    least = num_absorbed() * drafter.absorb_work(TARGET, jnp.float32).token_flops
     found = operations(drafter) - plain
     assert least < found < OTHER * least
+
+
+@pytest.mark.parametrize("drafter", [EagleDrafter(eagle3_head(2)), DFlashDrafter(DFLASH)])
+def test_next_to_nothing_is_computed_where_what_is_captured_is_stored(plain, drafter):
+    drafter = dataclasses.replace(drafter, store_features="captured")
+    work = drafter.absorb_work(TARGET, jnp.float32)
+    assert work.token_flops == work.weight_bytes == 0
+    numbers = deferring.num_stored(drafter.config, drafter.stores)
+    assert numbers == len(drafter.taps) * TARGET.hidden_size
+    assert operations(drafter) - plain < 2 * numbers * num_absorbed(), "fc would be 256 times that"
+
+
+def num_absorbed():
+    """Returns the tokens that a burst absorbs, as its operations are counted."""
+    return ROWS * (STEPS + FEW_STEPS)

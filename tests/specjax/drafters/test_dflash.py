@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pair_heads
 import pytest
 from asked_for import quick
 from head_equations import TARGET, VOCAB, attention_of, mlp, rms, rotated, wide
@@ -268,8 +269,9 @@ class Rows:
             taps=config.aux_layers,
             says_confidence=says_confidence,
         )
-        self.drafter = DFlashDrafter(config, store_features).build(self.context)
-        self.head = _Head(**of_head(config, self.context))
+        spec = DFlashDrafter(config, store_features)
+        self.drafter = spec.build(self.context)
+        self.head = _Head(**of_head(config, self.context), stores=spec.stores)
         state = self.drafter.init(2, LENGTH, 2 * PAGES_PER_ROW, PAGE)
         self.state = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), state)
         pages = np.random.default_rng(0).permutation(2 * PAGES_PER_ROW)
@@ -308,22 +310,9 @@ class Rows:
         )
 
     def catch_up(self, roots, absorbed, takes_part):
-        """Makes the keys and values that were deferred; returns `Draft.written`.
-
-        Args:
-          absorbed: tokens of each row that are absorbed.
-        """
-        cache = SimpleNamespace(**vars(self.cache), lengths=jnp.array(roots, jnp.int32))
-        decode_state = SimpleNamespace(
-            cache=cache,
-            rows=2,
-            history=self.history,
-            drafter_lengths=jnp.array(absorbed, jnp.int32),
-        )
-        self.state, written = self.head.catch_up(
-            self.params, self.state, decode_state, jnp.array(takes_part)
-        )
-        return written.tolist()
+        sizes = {"page_size": PAGE, "num_slots": self.cache.num_slots}
+        table = self.cache.block_table
+        return pair_heads.catch_up(self, table, sizes, roots, absorbed, takes_part)
 
     def draft(self, row, root, token):
         """Returns x, the logits and the likeliest token of each row that drafts."""
@@ -395,8 +384,9 @@ def test_what_it_says_is_what_its_equations_say(name, monkeypatch):
     np.testing.assert_allclose(rows.draft(0, 5, tokens[0])[0], expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("store_features", [True, "captured"])
 @pytest.mark.parametrize("name", quick(["plain", "a recurrent Markov head"], "plain"))
-def test_a_head_that_defers_catches_up_from_what_it_stored(name, monkeypatch):
+def test_a_head_that_defers_catches_up_from_what_it_stored(name, store_features, monkeypatch):
     """In passes of four contexts, which rows share: row 0 lacks 5, of which it makes none at first,
     and row 1 lacks 12."""
     monkeypatch.setattr(deferring, "LEAST_CATCH_UP", 4)
@@ -405,7 +395,7 @@ def test_a_head_that_defers_catches_up_from_what_it_stored(name, monkeypatch):
     rng = np.random.default_rng(7)
     tokens = rng.integers(0, VOCAB, 24).tolist()
     taps = rng.standard_normal((2, 24, 2, TARGET.config.hidden_size))
-    reference, rows = Reference(config, params), Rows(config, params, store_features=True)
+    reference, rows = Reference(config, params), Rows(config, params, store_features=store_features)
     roots = 8, 15
     for row, root in enumerate(roots):
         rows.absorb(row, 0, taps[row, :3])
@@ -442,6 +432,8 @@ def test_a_head_says_whether_it_stores_features():
     stored = spec.configured(SpeculationConfig(store_features=True))
     assert stored == DFlashDrafter(config, store_features=True)
     assert bytes_of(stored) - bytes_of(spec) == 4 * WIDTH
+    captured = spec.configured(SpeculationConfig(store_features="captured"))
+    assert bytes_of(captured) - bytes_of(spec) == 4 * 2 * TARGET.config.hidden_size
     assert stored.configured(SpeculationConfig()) == stored
     assert not stored.configured(SpeculationConfig(store_features=False)).defers
     beside = spec.configured(SpeculationConfig(store_features=True, corpus_tokens=512))
@@ -588,10 +580,13 @@ def test_a_recurrent_markov_head_with_confidence_keeps_the_contract():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "a recurrent Markov head"])
-def test_it_keeps_the_contract_where_it_stores_features(name):
+@pytest.mark.parametrize(
+    ("name", "store_features"),
+    [("plain", True), ("a recurrent Markov head", True), ("plain", "captured")],
+)
+def test_it_keeps_the_contract_where_it_stores_features(name, store_features):
     config, params = make_head(name)
-    spec = DFlashDrafter(config, store_features=True)
+    spec = DFlashDrafter(config, store_features=store_features)
     check_drafter(specjax.LoadedDrafter("head", spec, params), TARGET)
 
 

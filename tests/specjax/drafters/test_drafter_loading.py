@@ -137,8 +137,9 @@ def test_drafters_without_features_store_none(target, source):
         )
     source = {"model": target, "own": DrafterSpec()}.get(source, source)
     load_drafter(source, target, SpeculationConfig(store_features=False))
-    with pytest.raises(ValueError, match="store_features"):
-        load_drafter(source, target, SpeculationConfig(store_features=True))
+    for stored in (True, "captured"):
+        with pytest.raises(ValueError, match="store_features"):
+            load_drafter(source, target, SpeculationConfig(store_features=stored))
 
 
 @pytest.mark.parametrize("fields", [{"speculative_token_tree": (2, 1)}, {"tree_top_k": 2}])

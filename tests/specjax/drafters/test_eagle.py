@@ -1,6 +1,7 @@
 """EAGLE-3 heads: against their equations written out in numpy, and in the engine."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -109,8 +110,16 @@ def test_a_head_of_two_layers_which_defers_keeps_it_too(shape):
 
 
 @pytest.mark.slow
-def test_a_head_of_one_layer_keeps_it_where_it_stores_features():
-    check_head("plain", None, store_features=True)
+@pytest.mark.parametrize("store_features", [True, "captured"])
+def test_a_head_of_one_layer_keeps_it_where_it_stores_features(store_features):
+    check_head("plain", None, store_features=store_features)
+
+
+def test_what_a_head_stores_is_checked():
+    config, _ = make_head("plain")
+    for make in (functools.partial(EagleDrafter, config), specjax.SpeculationConfig):
+        with pytest.raises(ValueError, match="='yes' must be True, False, 'captured' or None"):
+            make(store_features="yes")
 
 
 def check_head(name, shape, **fields):

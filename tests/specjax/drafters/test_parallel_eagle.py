@@ -48,7 +48,7 @@ class MaskRows(Rows):
 
     @property
     def parallel(self):
-        return ParallelHead(**of_head(self.spec.config, self.context))
+        return ParallelHead(**of_head(self.spec.config, self.context), stores=self.spec.stores)
 
     def at(self, roots):
         """Returns what a head reads of the state of rows with these roots."""
@@ -126,9 +126,12 @@ def test_rows_are_asked_for_numbers_of_their_own(asked, monkeypatch):
         np.testing.assert_allclose(found, expected[: asked[row]], rtol=1e-5, atol=1e-4)
 
 
-def test_a_head_of_several_layers_catches_up_from_what_it_stored():
-    config, params = make_head("two_layers", mask_token_id=MASK)
-    rows, reference = MaskRows(config, params, DEPTH), OverMasks(config, params)
+@pytest.mark.parametrize("store_features", [None, "captured"])
+@pytest.mark.parametrize("name", quick(["two_layers", "plain"], "two_layers"))
+def test_a_head_catches_up_from_what_it_stored(name, store_features):
+    config, params = make_head(name, mask_token_id=MASK)
+    store_features = store_features or (True if name == "plain" else None)
+    rows, reference = MaskRows(config, params, DEPTH, store_features), OverMasks(config, params)
     roots = 9, 24
     texts, taps = two_texts(rows, 26)
     for row, root in enumerate(roots):

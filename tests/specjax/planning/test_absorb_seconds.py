@@ -1,6 +1,7 @@
 """Seconds that absorbing adds to a K = 0 step, by peak figures; docs/heads.md states them."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -45,7 +46,10 @@ HEADS = {
     "DFlash": DFlashDrafter(llama_3_1_8b_dflash.get_config()),
     "P-EAGLE": peagle(),
 }
-HEADS["DFlash, `store_features`"] = dataclasses.replace(HEADS["DFlash"], store_features=True)
+HEADS |= {
+    f"DFlash, `{json.dumps(stored)}`": dataclasses.replace(HEADS["DFlash"], store_features=stored)
+    for stored in (True, "captured")
+}
 
 
 def added(name, device, rows, num_steps=WINDOW, context=CONTEXT):
@@ -90,16 +94,28 @@ def test_by_hand():
     work = HEADS["EAGLE-3"].absorb_work(TARGET, DTYPE)
     assert work.weight_bytes == 2 * (3 * 4096**2 + 2 * 2 * 4096 * 1024)
     assert (work.token_flops, work.context_bytes) == (work.weight_bytes, 0)
+    # Three hidden states that wait, written and read; and the keys and values.
+    assert work.token_bytes == 2 * (2 * 3 * 4096 + 2 * 1024)
     assert WINDOW == 16
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("DFlash", 0.017), ("DFlash, `store_features`", 0.0113)]
+    ("name", "most"), [("DFlash", 0.017), ("DFlash, `true`", 0.0113), ('DFlash, `"captured"`', 0.0)]
 )
 def test_dflash_where_nothing_but_arithmetic_counts(name, most):
     """Operations of the products with weights, which are all of the target's at no context."""
     own = HEADS[name].absorb_work(TARGET, DTYPE).token_flops
     assert own / model_work(TARGET, DTYPE, 1).token_flops == pytest.approx(most, rel=0.02)
+
+
+def test_storing_what_is_captured_takes_half_a_hundredth_of_a_step_on_any_chip():
+    """Of many rows without context: bytes of the hidden states beside operations of the target."""
+    own = HEADS['DFlash, `"captured"`'].absorb_work(TARGET, DTYPE)
+    step = model_work(TARGET, DTYPE, 1).of(1, 1, 0).flops
+    assert own.of(1, 1, 0).bytes == 2 * (2 + 1) * 5 * 4096
+    for chip in DEVICES.values():
+        figures = chip.per_device()
+        assert own.of(1, 1, 0).seconds(figures) <= 0.005 * step / figures.flops_per_s
 
 
 def test_a_head_of_several_layers_reads_what_its_first_layer_takes_alone():
