@@ -132,7 +132,7 @@ def _absorbed(case: Case, head: Any, nodes: int) -> int:
     weights = config.hidden_size * config.fc_width
     if isinstance(config, DFlashConfig):
         weights += own.num_layers * 2 * own.num_kv_heads * own.head_dim * own.hidden_size
-    stored = deferring.num_stored(config, head.stores)
+    stored = sum(deferring.stored_widths(config, head.stores))
     return weights + case.rows * nodes * (2 * config.fc_width + stored)
 
 

@@ -25,22 +25,23 @@ State = TypeVar("State")
 FEATURES = "features"
 
 
-def num_stored(config: Any, stores: str | None) -> int:
-    """Returns the numbers that a head stores per token.
+def stored_widths(config: Any, stores: str | None) -> tuple[int, ...]:
+    """Returns the width of each vector that a head stores per token.
 
     Args:
       config: of an EAGLE, EAGLE-3 or DFlash head.
       stores: as of `Deferring`.
     """
-    captured = len(config.aux_layers) * config.target_hidden_size
-    return {None: 0, FEATURES: config.hidden_size, CAPTURED: captured}[stores]
+    captured = (config.target_hidden_size,) * len(config.aux_layers)
+    return {None: (), FEATURES: (config.hidden_size,), CAPTURED: captured}[stores]
 
 
 @dataclasses.dataclass(frozen=True)
 class Deferring:
     """A head over the target that may store something of each token.
 
-    Its state has a field `stored`, [num_pages, page_size, num_stored]; None: it stores nothing.
+    Its state has a field `stored`, a tuple of [num_pages, page_size, width], one for each vector
+    that it stores per token.
 
     Attributes:
       stores: FEATURES, what its layers read; CAPTURED, the target's hidden states, from which
@@ -55,12 +56,10 @@ class Deferring:
         """Returns what its layers read of tokens, [num_tokens, hidden_size]."""
         raise NotImplementedError
 
-    def init_stored(self, num_pages: int, page_size: int) -> Array | None:
+    def init_stored(self, num_pages: int, page_size: int) -> tuple[Array, ...]:
         """Returns what is stored of no token."""
-        if self.stores is None:
-            return None
-        width = num_stored(self.config, self.stores)
-        return jnp.zeros((num_pages, page_size, width), self.context.dtype)
+        widths, dtype = stored_widths(self.config, self.stores), self.context.dtype
+        return tuple(jnp.zeros((num_pages, page_size, width), dtype) for width in widths)
 
     def defer(
         self,
@@ -83,13 +82,14 @@ class Deferring:
 
         The features are those that are read from what is stored: [num_tokens, hidden_size].
         """
-        is_captured = self.stores == CAPTURED
-        new = jnp.concatenate(taps, axis=-1) if is_captured else self.features(params, taps)
-        new = new.astype(self.context.dtype)
-        if self.stores is not None:
-            slots = _by_slot(state.stored).at[fed.slot_mapping].set(new, mode="drop")
-            state = state._replace(stored=slots.reshape(state.stored.shape))
-        return state, self._features_of(params, new)
+        new = taps if self.stores == CAPTURED else (self.features(params, taps),)
+        new = tuple(vector.astype(self.context.dtype) for vector in new)
+        # The state of a head that stores nothing has no array to write to.
+        written = (
+            _by_slot(pages).at[fed.slot_mapping].set(vector, mode="drop").reshape(pages.shape)
+            for pages, vector in zip(state.stored, new)
+        )
+        return state._replace(stored=tuple(written)), self._features_of(params, new)
 
     def features_at(
         self,
@@ -108,14 +108,15 @@ class Deferring:
         cache = decode_state.cache
         sizes = {"page_size": cache.page_size, "num_slots": cache.num_slots}
         slots = kv_cache.slots(cache.block_table, row_ids, positions, **sizes)
-        found = _by_slot(state.stored)[jnp.minimum(slots, cache.num_slots - 1)]
-        return self._features_of(params, found)
+        slots = jnp.minimum(slots, cache.num_slots - 1)
+        return self._features_of(params, tuple(_by_slot(pages)[slots] for pages in state.stored))
 
-    def _features_of(self, params: DecoderParams, stored: Array) -> Array:
-        if self.stores != CAPTURED:
-            return stored
-        taps = jnp.split(stored, len(self.config.aux_layers), axis=-1)
-        return self.features(params, taps).astype(self.context.dtype)
+    def _features_of(self, params: DecoderParams, stored: tuple[Array, ...]) -> Array:
+        """Returns the features of tokens of which [num_tokens, width] each is, or were, stored."""
+        if self.stores == CAPTURED:
+            return self.features(params, stored).astype(self.context.dtype)
+        (features,) = stored
+        return features
 
 
 def catch_up(
@@ -157,6 +158,6 @@ def catch_up(
     return state
 
 
-def _by_slot(stored: Array) -> Array:
-    """Returns what is stored, [num_slots, numbers]."""
-    return stored.reshape(-1, stored.shape[-1])
+def _by_slot(pages: Array) -> Array:
+    """Returns vectors that are stored, [num_slots, width]."""
+    return pages.reshape(-1, pages.shape[-1])

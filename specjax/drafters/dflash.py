@@ -39,7 +39,7 @@ class DFlashState(NamedTuple):
     """Keys and values of every layer, by page; `stored` is as of `deferring.Deferring`."""
 
     pages: tuple[kv_cache.Pages, ...]
-    stored: Array | None = None
+    stored: tuple[Array, ...]
 
 
 def drafter(config: DFlashConfig, context: DrafterContext, *, stores: str | None) -> Drafter:

@@ -55,7 +55,7 @@ class EagleState(NamedTuple):
 
     pages: tuple[kv_cache.Pages, ...]
     newest: Array
-    stored: Array | None = None
+    stored: tuple[Array, ...]
 
 
 def drafter(

@@ -105,7 +105,7 @@ class _Storing(_OverTarget):
         """Returns the bytes of its keys and values per token, and of what it stores."""
         del target
         numbers = kv_cache.numbers_per_token(self.config.layers)
-        numbers += deferring.num_stored(self.config, self.stores)
+        numbers += sum(deferring.stored_widths(self.config, self.stores))
         return numbers * jnp.dtype(dtype).itemsize
 
     def _storing_of(self, config: SpeculationConfig) -> bool | str | None:
@@ -115,15 +115,16 @@ class _Storing(_OverTarget):
     def _absorb_work(self, read: Any, num_whole_layers: int, dtype: Any) -> ModelWork:
         """Returns the work of absorbing.
 
-        Its hidden states wait for others of the same window: they are written and read once.
+        Its hidden states are written and read twice: as they wait for others of the same window,
+        and as these are laid out by row.
 
         Args:
           read: the weights of what is run, in any tree.
           num_whole_layers: layers that run with their attention.
         """
         config = self.config
-        numbers = 2 * deferring.num_stored(config, CAPTURED)
-        numbers += deferring.num_stored(config, self.stores)
+        numbers = 4 * sum(deferring.stored_widths(config, CAPTURED))
+        numbers += sum(deferring.stored_widths(config, self.stores))
         if not self.defers:
             numbers += kv_cache.numbers_per_token(config.layers)
         own = dataclasses.replace(config.layers, num_layers=num_whole_layers)

@@ -108,7 +108,7 @@ def test_next_to_nothing_is_computed_where_what_is_captured_is_stored(plain, dra
     drafter = dataclasses.replace(drafter, store_features="captured")
     work = drafter.absorb_work(TARGET, jnp.float32)
     assert work.token_flops == work.weight_bytes == 0
-    numbers = deferring.num_stored(drafter.config, drafter.stores)
+    numbers = sum(deferring.stored_widths(drafter.config, drafter.stores))
     assert numbers == len(drafter.taps) * TARGET.hidden_size
     assert operations(drafter) - plain < 2 * numbers * num_absorbed(), "fc would be 256 times that"
 

@@ -94,8 +94,8 @@ def test_by_hand():
     work = HEADS["EAGLE-3"].absorb_work(TARGET, DTYPE)
     assert work.weight_bytes == 2 * (3 * 4096**2 + 2 * 2 * 4096 * 1024)
     assert (work.token_flops, work.context_bytes) == (work.weight_bytes, 0)
-    # Three hidden states that wait, written and read; and the keys and values.
-    assert work.token_bytes == 2 * (2 * 3 * 4096 + 2 * 1024)
+    # Three hidden states, written and read twice; and the keys and values.
+    assert work.token_bytes == 2 * (4 * 3 * 4096 + 2 * 1024)
     assert WINDOW == 16
 
 
@@ -108,14 +108,14 @@ def test_dflash_where_nothing_but_arithmetic_counts(name, most):
     assert own / model_work(TARGET, DTYPE, 1).token_flops == pytest.approx(most, rel=0.02)
 
 
-def test_storing_what_is_captured_takes_half_a_hundredth_of_a_step_on_any_chip():
+def test_storing_what_is_captured_takes_less_than_a_hundredth_of_a_step_on_any_chip():
     """Of many rows without context: bytes of the hidden states beside operations of the target."""
     own = HEADS['DFlash, `"captured"`'].absorb_work(TARGET, DTYPE)
     step = model_work(TARGET, DTYPE, 1).of(1, 1, 0).flops
-    assert own.of(1, 1, 0).bytes == 2 * (2 + 1) * 5 * 4096
-    for chip in DEVICES.values():
-        figures = chip.per_device()
-        assert own.of(1, 1, 0).seconds(figures) <= 0.005 * step / figures.flops_per_s
+    assert own.of(1, 1, 0).bytes == 2 * (4 + 1) * 5 * 4096
+    figures = [chip.per_device() for chip in DEVICES.values()]
+    parts = [own.of(1, 1, 0).seconds(chip) * chip.flops_per_s / step for chip in figures]
+    assert max(parts) == pytest.approx(0.00764, rel=0.01), "on v6e"
 
 
 def test_a_head_of_several_layers_reads_what_its_first_layer_takes_alone():
