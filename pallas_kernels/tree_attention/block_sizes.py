@@ -38,9 +38,10 @@ DEFAULT = BlockSizes()
 OF_FEW_HEADS = BlockSizes(queries=256)
 FEW_HEADS = (2, 3)
 # Of heads that fill such a matrix unit, tiles of 1,024 keys take fewer bundles per key, whether a
-# step decodes or reads a prompt. Smaller VMEM would have room for them only beside smaller blocks.
+# step decodes or reads a prompt. Smaller VMEM, or more numbers of all key heads of a token, would
+# leave room only for smaller blocks of queries beside them.
 OF_FEW_LARGE_HEADS = BlockSizes(queries=256, tile_tokens=1024)
-LARGE_HEAD_DIM, LARGE_VMEM_BYTES = 256, 128 << 20
+LARGE_HEAD_DIM, LARGE_VMEM_BYTES, MOST_KEY_NUMBERS = 256, 128 << 20, 8 * 256
 CANDIDATES = tuple(BlockSizes(q, t) for q in (16, 32, 64, 128, 256) for t in (128, 256, 512, 1024))
 
 
@@ -107,6 +108,8 @@ def choose(
     max_tokens_per_row: int,
     rows: int,
     context: int,
+    *,
+    kv_heads: int,
 ) -> BlockSizes:
     """Returns the sizes of the device's nearest entry, or the default of its kind if it has none.
 
@@ -127,8 +130,8 @@ def choose(
     core = _CORES.get(device_kind or "", _UNKNOWN)
     if not core.is_wide or group not in FEW_HEADS:
         return DEFAULT
-    has_room = head_dim >= LARGE_HEAD_DIM and core.vmem_bytes >= LARGE_VMEM_BYTES
-    return OF_FEW_LARGE_HEADS if has_room else OF_FEW_HEADS
+    has_room = core.vmem_bytes >= LARGE_VMEM_BYTES and kv_heads * head_dim <= MOST_KEY_NUMBERS
+    return OF_FEW_LARGE_HEADS if has_room and head_dim >= LARGE_HEAD_DIM else OF_FEW_HEADS
 
 
 @functools.cache

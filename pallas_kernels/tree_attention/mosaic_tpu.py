@@ -351,6 +351,7 @@ def _shape_of(
         max_tokens_per_row,
         rows,
         pages_per_row * page_size,
+        kv_heads=kv_heads,
     )
     queries = min(max_tokens_per_row, sizes.queries)
     pages_per_tile = min(max(sizes.tile_tokens // page_size, 1), pages_per_row)

@@ -48,19 +48,16 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--store-features",
-        nargs="?",
-        const=True,
-        choices=[CAPTURED],
-        metavar=CAPTURED,
-        help="a head stores a vector per token, or what it captures, as store_features of a "
-        "speculative config says (default: heads of several EAGLE layers store a vector)",
+        action=argparse.BooleanOptionalAction,
+        help="whether a head stores a vector per token, as store_features of a speculative config "
+        "says (default: heads of several EAGLE layers do)",
     )
     parser.add_argument(
-        "--no-store-features",
+        "--store-captured",
         dest="store_features",
-        action="store_false",
-        default=None,
-        help="a head stores nothing beside keys and values",
+        action="store_const",
+        const=CAPTURED,
+        help='a head stores the hidden states that it captures: store_features="captured"',
     )
     parser.add_argument(
         "--device",

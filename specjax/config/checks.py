@@ -8,7 +8,7 @@ import operator
 from typing import Any, TypeGuard
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
-CAPTURED = "captured"  # a store_features
+CAPTURED = "captured"  # a value of store_features: see SpeculationConfig
 
 
 def shown(value: Any, most: int = 100) -> str:

@@ -55,15 +55,16 @@ class BurstChoice:
         if flight is None:
             return None
         flight.least_timed = min(LEAST_TIMED_STEPS, usual_steps)
-        flight.context_tokens = load.num_context_tokens
+        kept = np.isin(rows, flight.own)  # others were preempted
+        caps = load.draft_caps[kept]
+        flight.context_tokens = int(self._run.scheduler.table.least[flight.own].sum())
         # Rows that draft nothing in this burst need no drafter catch-up.
-        flight.num_behind = int(load.num_behind[load.draft_caps > 0].max(initial=1))
-        if len(flight.own) == len(rows) and flight.decision is decision:
-            # Otherwise a row was preempted, or pages allow no drafts: request limits apply.
-            depth = decision.num_speculative_tokens
-            flight.asked_depth = np.minimum(load.draft_caps, depth)
+        flight.num_behind = int(load.num_behind[kept][caps > 0].max(initial=1))
+        if flight.decision is decision:  # else pages allow no drafts
+            flight.asked_depth = np.minimum(caps, decision.num_speculative_tokens)
             if decision.draft_caps is not None:
-                flight.asked_depth = np.minimum(flight.asked_depth, decision.draft_caps)
+                own = np.asarray(decision.draft_caps)[kept]
+                flight.asked_depth = np.minimum(flight.asked_depth, own)
         return flight
 
     def reserve(
@@ -75,10 +76,12 @@ class BurstChoice:
     ) -> Flight | None:
         """Takes the pages for a burst of at most num_steps; None if there are none now.
 
-        If pages are short, sent bursts are read back first (None); then fewer steps are
-        planned, and last a row is preempted. Beside prompts, and of one row, drafts go before that.
+        If pages are short, fewer steps are planned; where few are left, sent bursts are read back
+        first (None), as these may end rows. Last a row is preempted. A burst beside prompts, or of
+        one row beside rows whose prompts are fed in turn with it, drops its drafts before that.
         """
         run, scheduler = self._run, self._run.scheduler
+        asked_steps = num_steps
         while len(rows):
             width = 1 + decision.num_speculative_tokens
             # A burst may end with the first step in which a row ends.
@@ -86,7 +89,7 @@ class BurstChoice:
             lacking = scheduler.reserve(rows, num_steps * width, least)
             if not np.any(lacking):
                 return Flight(rows, decision, num_steps, least, prompts=beside)
-            if run.flights:
+            if run.flights and num_steps <= LEAST_TIMED_STEPS:
                 return None
             if num_steps > 1:
                 num_steps //= 2
@@ -98,6 +101,7 @@ class BurstChoice:
                 decision = self._available(plain, fitting, beside)
             else:
                 rows = self._preempt(rows, int(lacking.argmax()))
+                num_steps = asked_steps
         return None
 
     def _preempt(self, rows: np.ndarray, shard: int) -> np.ndarray:

@@ -116,7 +116,8 @@ class SpeculationPolicy(Protocol):
     """Chooses K before each burst and learns from its outcome.
 
     Attributes:
-      max_speculative_tokens: the largest K that it chooses; pages are held for bursts of it.
+      max_speculative_tokens: the largest K that it chooses; a row is admitted where pages allow
+        a few steps of it.
       chooses_rows: whether it chooses the row bucket; otherwise the smallest of
         EngineConfig.row_buckets that holds the rows.
     """

@@ -37,11 +37,12 @@ TABLE = (
 
 def test_those_of_the_nearest_shape_on_the_device(monkeypatch):
     monkeypatch.setattr(block_sizes, "table", lambda: TABLE)
-    assert block_sizes.choose("TPU v5 lite", 128, 4, 8, 1, 512) == FEW
-    assert block_sizes.choose("TPU v5 lite", 128, 4, 512, 1, 512) == MANY
-    assert block_sizes.choose("TPU v5 lite", 128, 4, 512, 200, 512) == DEFAULT
+    choose = functools.partial(block_sizes.choose, kv_heads=8)
+    assert choose("TPU v5 lite", 128, 4, 8, 1, 512) == FEW
+    assert choose("TPU v5 lite", 128, 4, 512, 1, 512) == MANY
+    assert choose("TPU v5 lite", 128, 4, 512, 200, 512) == DEFAULT
     for other in (("TPU v4", 128, 4), (None, 128, 4), ("TPU v5 lite", 256, 4)):
-        assert block_sizes.choose(*other, 8, 1, 512) == DEFAULT
+        assert choose(*other, 8, 1, 512) == DEFAULT
     # By what it is traced for.
     arguments, options = make_inputs(
         dataclasses.replace(EXAMPLES["prefill"], head_dim=128, heads=16)
@@ -56,19 +57,22 @@ def test_those_of_the_nearest_shape_on_the_device(monkeypatch):
 
 def test_matrix_units_of_256_rows_take_blocks_of_512_query_rows():
     """So that scores of some rows are computed beside the softmax of others."""
-    for kind, heads, head_dim, queries, tile_tokens in (
-        ("TPU v6 lite", 16, 128, 256, 512),
-        ("TPU7x", 16, 128, 256, 512),
-        ("TPU v6 lite", 32, 128, 128, 512),  # four heads of each key head
-        ("TPU v6 lite", 8, 128, 128, 512),  # one: 512 tokens would not fit
-        ("TPU v6 lite", 16, 256, 256, 1024),
-        ("TPU7x", 16, 256, 128, 512),  # has half of that memory
-        ("TPU v6 lite", 8, 256, 128, 512),
-        ("TPU v5 lite", 16, 256, 128, 512),
-        ("TPU v5 lite", 16, 128, 128, 512),
-        ("TPU v5", 16, 128, 128, 512),
+    for kind, heads, kv_heads, head_dim, queries, tile_tokens in (
+        ("TPU v6 lite", 16, 8, 128, 256, 512),
+        ("TPU7x", 16, 8, 128, 256, 512),
+        ("TPU v6 lite", 32, 8, 128, 128, 512),  # four heads of each key head
+        ("TPU v6 lite", 8, 8, 128, 128, 512),  # one: 512 tokens would not fit
+        ("TPU v6 lite", 16, 8, 256, 256, 1024),
+        ("TPU v6 lite", 4, 2, 256, 256, 1024),
+        ("TPU v6 lite", 32, 16, 256, 256, 512),  # a wider tile would leave 64 queries
+        ("TPU v6 lite", 16, 8, 512, 256, 512),
+        ("TPU7x", 16, 8, 256, 128, 512),  # has half of that memory
+        ("TPU v6 lite", 8, 8, 256, 128, 512),
+        ("TPU v5 lite", 16, 8, 256, 128, 512),
+        ("TPU v5 lite", 16, 8, 128, 128, 512),
+        ("TPU v5", 16, 8, 128, 128, 512),
     ):
-        page = jax.ShapeDtypeStruct((64, 8, 128, head_dim), jnp.bfloat16)
+        page = jax.ShapeDtypeStruct((64, kv_heads, 128, head_dim), jnp.bfloat16)
         q = jax.ShapeDtypeStruct((512, heads, head_dim), jnp.bfloat16)
         table = jax.ShapeDtypeStruct((1, 16), jnp.int32)
         with lowered_for("tpu", kind):

@@ -118,7 +118,7 @@ def test_weights_are_bfloat16_where_the_device_has_it(device, dtype, monkeypatch
     [
         ([], None),
         (["--store-features"], True),
-        (["--store-features", "captured"], "captured"),
+        (["--store-captured"], "captured"),
         (["--no-store-features"], False),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_plan_of_a_head_that_stores_features(arguments, stored, monkeypatch):
         raise ValueError("not planned")
 
     monkeypatch.setattr(plans, "make_plan", make_plan)
-    assert main(["plan", "demo", "--drafter", "demo-dspark", *arguments]) == 2
+    assert main(["plan", *arguments, "demo", "--drafter", "demo-dspark"]) == 2
     assert planned == [stored]
 
 

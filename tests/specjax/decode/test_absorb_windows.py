@@ -53,6 +53,10 @@ HEADS = {
     "p_eagle": eagle3_of(2, **MASK),
     "dflash": (DFlashDrafter, dflash, DFLASH),
 }
+HEADS["p_eagle, captured"] = (
+    functools.partial(EagleDrafter, store_features="captured"),
+    *HEADS["p_eagle"][1:],
+)
 HEADS |= {
     f"dflash, {stored}": (functools.partial(DFlashDrafter, store_features=stored), dflash, DFLASH)
     for stored in (True, "captured")

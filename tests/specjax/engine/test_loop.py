@@ -17,7 +17,7 @@ from specjax.decode.sizes import PromptSizes
 from specjax.engine import burst_choice, deadlines, loop, sending, timing
 from specjax.engine.loop import Loop
 from specjax.engine.request import Request
-from specjax.policy.interface import Fixed
+from specjax.policy.interface import Decision, Fixed
 from specjax.types import DecoderParams
 
 
@@ -143,6 +143,80 @@ def test_as_many_rows_are_admitted_with_drafts_as_without(monkeypatch):
     assert num_rows == {0: 4, 4: 4}
     # Three tokens per row and step are committed; with fewer rows more steps were needed.
     assert num_steps[4] < num_steps[0] / 2.5
+
+
+def bursts_of(steps, monkeypatch, **fields):
+    """Returns a decoder whose bursts have so many steps."""
+    monkeypatch.setattr(fake_decoder, "BURST_STEPS", steps)
+    decoder = FakeDecoder(**fields)
+    decoder.sizes = dataclasses.replace(decoder.sizes, burst_steps=steps)
+    return decoder
+
+
+def test_room_for_a_few_steps_that_draft_is_kept_where_these_take_more(monkeypatch):
+    """Four steps of 8 tokens, not 8 of one: 32 tokens and the root's slot, pages of four."""
+    for k, num_rows in ((0, 8), (7, 3)):
+        decoder = bursts_of(8, monkeypatch, rows=8, num_pages=32)
+        engine, requests = start(decoder, [40] * 8, prompts=[4] * 8, policy=Fixed(k))
+        engine.step()
+        assert len(engine.scheduler.occupied) == num_rows
+        finish(engine, requests)
+
+
+def test_a_row_is_preempted_before_drafts_are_given_up():
+    decoder = FakeDecoder(rows=3, num_pages=16)
+    engine, requests = start(decoder, [40] * 3, prompts=[6] * 3, policy=Fixed(3))
+    finish(engine, requests)
+    assert engine.num_preemptions > 0
+    assert {record.reason for record in engine.records} == {"fixed"}
+    assert {record.num_speculative_tokens for record in engine.records} == {3}
+
+
+def test_one_row_gives_up_drafts_for_prompts_that_are_fed_in_turn_with_it():
+    """The prompt of 30 tokens holds 8 pages of 13; the row drafts as long as it needs five."""
+    decoder = FakeDecoder(rows=2, num_pages=13, mixed_prefill=False)
+    decoder.prompt_sizes = PromptSizes((4,), 1)
+    engine, requests = start(decoder, [50, 1], prompts=[1, 30], policy=Fixed(3))
+    while not engine.num_preemptions:
+        engine.step()
+    assert [record.reason for record in engine.records][-2:] == ["fixed", "pages"]
+    finish(engine, requests)
+
+
+class LastRowDrafts:
+    """K = 3 for the last row alone."""
+
+    max_speculative_tokens = 3
+    chooses_rows = False
+
+    def choose(self, load):
+        caps = np.zeros(load.num_decoding_rows, np.int64)
+        caps[-1] = 3
+        return Decision(num_speculative_tokens=3, reason="test", draft_caps=caps)
+
+    def observe(self, outcome):
+        assert np.count_nonzero(outcome.asked_depth) <= 1
+
+
+def test_what_rows_are_to_draft_holds_after_one_was_preempted():
+    decoder = FakeDecoder(rows=4, num_pages=18)
+    engine, requests = start(decoder, [40] * 4, prompts=[6] * 4, policy=LastRowDrafts())
+    finish(engine, requests)
+    assert engine.num_preemptions > 0
+    for _, plan in decoder.bursts:
+        assert np.count_nonzero(plan.draft_caps) <= 1
+
+
+def test_a_burst_is_made_shorter_before_those_in_flight_are_read_back(monkeypatch):
+    """Pages for 16 more steps of two rows, beside 32 in flight."""
+    decoder = bursts_of(32, monkeypatch, rows=2, num_pages=28)
+    engine, requests = start(decoder, [100, 100])
+    sent = []
+    for _ in range(2):
+        engine.step()
+        sent += [flight.num_steps for flight in engine._run.flights]
+    assert sent == [32, 16]
+    finish(engine, requests)
 
 
 def test_a_preempted_request_finds_its_pages_again():
