@@ -14,7 +14,7 @@ from specjax.drafters import heads, mtp_files
 from specjax.drafters.head_files import open_tensors
 from specjax.drafters.newest_state_files import MEDUSA_FILES
 from specjax.drafters.other_vocabulary import recoding
-from specjax.models.base import Model
+from specjax.models.base import Model, ModelConfig
 from specjax.models.hf_config import read_config
 from specjax.models.int8_reading import Int8Matrix, stored_parts
 from specjax.models.loading import check_tensors, resolve_folder
@@ -119,12 +119,19 @@ def _of_head(
         "captures": list(spec.taps),
         "vocabulary": getattr(read.config, "vocab_size", target.config.vocab_size),
         "of_target_tokens": target.config.vocab_size,
-        "kv_numbers_per_token": spec.bytes_per_token(target.config, np.int8),
-    }
+    } | _per_token(spec, target.config)
     most = getattr(read.config, "most_drafts", None)
     if most is not None:
         found["drafts_at_most"] = most
     return found | _of_tensors(open_tensors(folder, MEDUSA_FILES)) | {"notes": list(read.notes)}
+
+
+def _per_token(spec: Any, target: ModelConfig) -> dict[str, int]:
+    """Returns the numbers that a head keeps per token: keys and values, and what it stores."""
+    own = getattr(spec.config, "layers", None)
+    kv = 0 if own is None else kv_cache.numbers_per_token(own)
+    stored = spec.bytes_per_token(target, np.int8) - kv
+    return {"kv_numbers_per_token": kv} | ({"stored_numbers_per_token": stored} if stored else {})
 
 
 def _of_tensors(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:

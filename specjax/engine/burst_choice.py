@@ -156,6 +156,7 @@ class BurstChoice:
             tokens_left=() if is_refilled else tokens_left,
             urgency=() if is_refilled else urgency(table.expected_end[rows], tokens),
             num_probe_steps=usual_steps,
+            most_growth=scheduler.most_growth(rows),
             prompt_tokens=0 if beside is None else beside.num_tokens,
             compile_s=decoder.burst_compile_s,
             is_compiled=lambda bucket: decoder.is_compiled(bucket, signature, beside),

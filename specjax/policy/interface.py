@@ -29,7 +29,8 @@ class Load:
     most_speculative_tokens: int | None = None
     limited_by: str = ""
     row_buckets: Sequence[int] = ()  # row buckets that hold these rows, ascending
-    requests: Any = ()  # i64, the request number of each row, never used again
+    # i64, a number of each row's request, never used again; not the id that Engine.add returns.
+    requests: Any = ()
     draft_caps: Any = ()  # i64, most tokens that each row may draft
     num_behind: Any = ()  # i64, tokens of each row that the drafter has not seen
     num_context_tokens: int = 0  # of all rows together
@@ -39,6 +40,8 @@ class Load:
     # f64, how much a token of each row brings the end of the run nearer; empty if all are equal.
     urgency: Any = ()
     num_probe_steps: int = 0  # most steps of a burst
+    # Tokens that each row may gain, about, before pages run out: bursts of more are made shorter.
+    most_growth: int | None = None
     # Token bucket of the prompts that are fed in the burst's only step; 0: none. Then the
     # functions below speak of steps with these prompts.
     prompt_tokens: int = 0

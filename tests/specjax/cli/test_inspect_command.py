@@ -120,7 +120,8 @@ def test_a_head_over_masks(capsys, target, tmp_path):
     assert f"in one pass, with token {VOCAB - 1} as their mask" in figures["notes"][1]
     # Keys and values of two layers, and what is stored for them of each token.
     per_layer = 2 * own.num_kv_heads * own.head_dim
-    assert figures["kv_numbers_per_token"] == 2 * per_layer + own.hidden_size
+    assert figures["kv_numbers_per_token"] == 2 * per_layer
+    assert figures["stored_numbers_per_token"] == own.hidden_size
 
 
 def test_a_head_that_does_not_fit_says_why(capsys, target, tmp_path):
