@@ -46,13 +46,14 @@ def add_parser(commands: Any) -> None:
         help="layers of the model whose inputs a head over it captures, as 2,16,29 (default: as "
         "its files say)",
     )
-    parser.add_argument(
+    storing = parser.add_mutually_exclusive_group()
+    storing.add_argument(
         "--store-features",
         action=argparse.BooleanOptionalAction,
         help="whether a head stores a vector per token, as store_features of a speculative config "
         "says (default: heads of several EAGLE layers do)",
     )
-    parser.add_argument(
+    storing.add_argument(
         "--store-captured",
         dest="store_features",
         action="store_const",
@@ -206,9 +207,10 @@ def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
     target = plan_request.find_config(arguments.model)
     drafter = plan_request.find_drafter(arguments.drafter, target, arguments.aux_layer_ids)
     if arguments.store_features is not None:
-        if not drafter.taps:
+        if arguments.store_features and not drafter.taps:
+            what = "captured" if arguments.store_features == CAPTURED else "features"
             raise ValueError(
-                f"--store-features is for a head over the target, and the drafter is "
+                f"--store-{what} is for a head over the target, and the drafter is "
                 f"{arguments.drafter!r}; name the folder of a head, or leave it out."
             )
         drafter = drafter.configured(SpeculationConfig(store_features=arguments.store_features))

@@ -386,8 +386,8 @@ def check_no_features(config: SpeculationConfig, name: str) -> None:
     """
     if config.store_features:
         raise ValueError(
-            f"store_features={config.store_features!r} is for EAGLE and DFlash heads over the "
-            f"target, and {name} is none; leave it out."
+            f"store_features={config.store_features!r} is for heads of the EAGLE, MTP, DFlash and "
+            f"DSpark kinds, and {name} is none; leave it out."
         )
 
 

@@ -62,6 +62,8 @@ class LoadedDrafter:
     def __repr__(self) -> str:
         kind = type(self.spec).__name__
         notes = "".join(f"; {note}" for note in self.notes)
+        if (stored := getattr(self.spec, "store_features", None)) is not None:
+            notes += f"; store_features={stored!r}"
         return f"LoadedDrafter({self.name!r}, {kind}{parameters(self.params)}{notes})"
 
     @property

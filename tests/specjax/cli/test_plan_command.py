@@ -113,6 +113,12 @@ def test_weights_are_bfloat16_where_the_device_has_it(device, dtype, monkeypatch
     assert planned == [dtype]
 
 
+def test_a_head_stores_one_or_the_other(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "demo", "--store-captured", "--no-store-features"])
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "stored"),
     [
@@ -126,12 +132,16 @@ def test_a_plan_of_a_head_that_stores_features(arguments, stored, monkeypatch):
     planned = []
 
     def make_plan(request, on_progress):
-        planned.append(request.drafter.store_features)
+        planned.append(getattr(request.drafter, "store_features", None))
         raise ValueError("not planned")
 
     monkeypatch.setattr(plans, "make_plan", make_plan)
     assert main(["plan", *arguments, "demo", "--drafter", "demo-dspark"]) == 2
     assert planned == [stored]
+    # False asks for nothing of a drafter that stores nothing.
+    if not stored:
+        assert main(["plan", *arguments, "demo", "--drafter", "ngram"]) == 2
+        assert len(planned) == 2
 
 
 @pytest.mark.parametrize(
@@ -141,7 +151,7 @@ def test_a_plan_of_a_head_that_stores_features(arguments, stored, monkeypatch):
         (["demo", "--device", "toaster"], "is unknown; expected cpu"),
         (["demo", "--drafter", "ngram", "--aux-layer-ids", "1,2"], "the drafter is 'ngram'"),
         (["demo", "--drafter", "ngram", "--store-features"], "the drafter is 'ngram'"),
-        (["demo", "--no-store-features"], "--store-features is for a head over the target"),
+        (["demo", "--store-captured"], "--store-captured is for a head over the target"),
         (["demo", "--row-buckets", "4,x"], "whole numbers with commas"),
         (["demo", "--row-buckets", "128"], "row_buckets"),
         (["demo", "--batch-safety-margin", "100"], "batch_safety_margin"),
