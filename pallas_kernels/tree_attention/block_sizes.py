@@ -39,7 +39,7 @@ OF_FEW_HEADS = BlockSizes(queries=256)
 FEW_HEADS = (2, 3)
 # Of heads that fill such a matrix unit, tiles of 1,024 keys take fewer bundles per key, whether a
 # step decodes or reads a prompt. Smaller VMEM, or more numbers of all key heads of a token, would
-# leave room only for smaller blocks of queries beside them.
+# leave room only for smaller blocks of queries beside them; so do numbers of four bytes.
 OF_FEW_LARGE_HEADS = BlockSizes(queries=256, tile_tokens=1024)
 LARGE_HEAD_DIM, LARGE_VMEM_BYTES, MOST_KEY_NUMBERS = 256, 128 << 20, 8 * 256
 CANDIDATES = tuple(BlockSizes(q, t) for q in (16, 32, 64, 128, 256) for t in (128, 256, 512, 1024))

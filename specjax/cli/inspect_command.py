@@ -13,7 +13,7 @@ from specjax.cli.parser import layer_ids
 _LABELS = {
     "kv_heads": "heads of keys and values",
     "kv_numbers_per_token": "keys and values per token",
-    "stored_numbers_per_token": "stored beside these",
+    "stored_numbers_per_token": "other numbers stored per token",
     "drafts_tokens": "tokens that it drafts",
     "captures": "captured layers",
 }

@@ -84,10 +84,10 @@ class Deferring:
         """
         new = taps if self.stores == CAPTURED else (self.features(params, taps),)
         new = tuple(vector.astype(self.context.dtype) for vector in new)
-        # The state of a head that stores nothing has no array to write to.
+        stored = new if self.stores else ()
         written = (
             _by_slot(pages).at[fed.slot_mapping].set(vector, mode="drop").reshape(pages.shape)
-            for pages, vector in zip(state.stored, new)
+            for pages, vector in zip(state.stored, stored, strict=True)
         )
         return state._replace(stored=tuple(written)), self._features_of(params, new)
 
@@ -112,7 +112,7 @@ class Deferring:
         return self._features_of(params, tuple(_by_slot(pages)[slots] for pages in state.stored))
 
     def _features_of(self, params: DecoderParams, stored: tuple[Array, ...]) -> Array:
-        """Returns the features of tokens of which [num_tokens, width] each is, or were, stored."""
+        """Returns the features of tokens, from the vectors of each, [num_tokens, width]."""
         if self.stores == CAPTURED:
             return self.features(params, stored).astype(self.context.dtype)
         (features,) = stored

@@ -116,7 +116,7 @@ class _Storing(_OverTarget):
         """Returns the work of absorbing.
 
         Its hidden states are written and read twice: as they wait for others of the same window,
-        and as these are laid out by row.
+        and when the window is gathered by row.
 
         Args:
           read: the weights of what is run, in any tree.

@@ -62,9 +62,9 @@ class LoadedDrafter:
     def __repr__(self) -> str:
         kind = type(self.spec).__name__
         notes = "".join(f"; {note}" for note in self.notes)
-        if (stored := getattr(self.spec, "store_features", None)) is not None:
-            notes += f"; store_features={stored!r}"
-        return f"LoadedDrafter({self.name!r}, {kind}{parameters(self.params)}{notes})"
+        stored = getattr(self.spec, "store_features", None)
+        setting = "" if stored is None else f", store_features={stored!r}"
+        return f"LoadedDrafter({self.name!r}, {kind}{parameters(self.params)}{setting}{notes})"
 
     @property
     def can_draft(self) -> bool:

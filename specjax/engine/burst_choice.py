@@ -45,7 +45,8 @@ class BurstChoice:
         decoder = self._run.decoder
         most_steps = decoder.sizes.burst_steps
         usual_steps = min(most_steps, max_burst_steps or most_steps)
-        load = self._load(rows, usual_steps, beside)
+        tokens = self._run.scheduler.table.least[rows]
+        load = self._load(rows, tokens, usual_steps, beside)
         decision = self.policy.choose(load)
         if decision.prepare is not None:
             decoder.prepare(self._run.params, self._run.device_state, decision.prepare, beside)
@@ -57,7 +58,7 @@ class BurstChoice:
         flight.least_timed = min(LEAST_TIMED_STEPS, usual_steps)
         kept = np.isin(rows, flight.own)  # others were preempted
         caps = load.draft_caps[kept]
-        flight.context_tokens = int(self._run.scheduler.table.least[flight.own].sum())
+        flight.context_tokens = load.num_context_tokens - int(tokens[~kept].sum())
         # Rows that draft nothing in this burst need no drafter catch-up.
         flight.num_behind = int(load.num_behind[kept][caps > 0].max(initial=1))
         if flight.decision is decision:  # else pages allow no drafts
@@ -78,7 +79,8 @@ class BurstChoice:
 
         If pages are short, fewer steps are planned; where few are left, sent bursts are read back
         first (None), as these may end rows. Last a row is preempted. A burst beside prompts, or of
-        one row beside rows whose prompts are fed in turn with it, drops its drafts before that.
+        one row beside rows whose prompts are fed in turn with it, drops its drafts before that, and
+        stays plain.
         """
         run, scheduler = self._run, self._run.scheduler
         asked_steps = num_steps
@@ -89,7 +91,7 @@ class BurstChoice:
             lacking = scheduler.reserve(rows, num_steps * width, least)
             if not np.any(lacking):
                 return Flight(rows, decision, num_steps, least, prompts=beside)
-            if run.flights and num_steps <= LEAST_TIMED_STEPS:
+            if run.flights and num_steps < 2 * LEAST_TIMED_STEPS:
                 return None
             if num_steps > 1:
                 num_steps //= 2
@@ -99,6 +101,7 @@ class BurstChoice:
                 smaller = self._row_buckets if beside is None else ()
                 fitting = scheduler.row_buckets(rows, smaller)
                 decision = self._available(plain, fitting, beside)
+                num_steps = asked_steps
             else:
                 rows = self._preempt(rows, int(lacking.argmax()))
                 num_steps = asked_steps
@@ -134,11 +137,17 @@ class BurstChoice:
                     return dataclasses.replace(each, row_bucket=rows)
         raise AssertionError("plain decoding of all rows is never dropped")
 
-    def _load(self, rows: np.ndarray, usual_steps: int, beside: PromptShape | None) -> Load:
-        """Returns the policy's input before a burst of these rows."""
+    def _load(
+        self, rows: np.ndarray, tokens: np.ndarray, usual_steps: int, beside: PromptShape | None
+    ) -> Load:
+        """Returns the policy's input before a burst of these rows.
+
+        Args:
+          tokens: i64[rows], the least that each has after the bursts in flight.
+        """
         run, scheduler, decoder = self._run, self._run.scheduler, self._run.decoder
         most, limited_by = self._limit(rows)
-        table, tokens = scheduler.table, scheduler.table.least[rows]
+        table = scheduler.table
         tokens_left = table.max_length[rows] - tokens
         is_refilled = len(scheduler.waiting) > 0
         signature = decoder.signature(run.params, run.device_state)
@@ -156,7 +165,6 @@ class BurstChoice:
             tokens_left=() if is_refilled else tokens_left,
             urgency=() if is_refilled else urgency(table.expected_end[rows], tokens),
             num_probe_steps=usual_steps,
-            most_growth=scheduler.most_growth(rows),
             prompt_tokens=0 if beside is None else beside.num_tokens,
             compile_s=decoder.burst_compile_s,
             is_compiled=lambda bucket: decoder.is_compiled(bucket, signature, beside),

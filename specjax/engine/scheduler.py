@@ -292,12 +292,6 @@ class Scheduler:
         self.table.flying_least[rows] += least
         return np.zeros_like(wanted)
 
-    def most_growth(self, rows: np.ndarray) -> int:
-        """Returns the tokens, about, that each of these rows can gain in pages that are free."""
-        counts = np.bincount(rows // self.rows_per_shard, minlength=len(self.pools))
-        free = [pool.num_free // count for pool, count in zip(self.pools, counts) if count]
-        return int(min(free)) * self.sizes.page_size
-
     def land(self, rows: np.ndarray, growth: int, least: int) -> None:
         """Undoes the counts of `reserve` once the work was read back, or if it was never sent."""
         self.table.flying_most[rows] -= growth

@@ -963,8 +963,6 @@ def _is_long(plain_s: float) -> bool:
 def _usual_steps(bucket: Bucket, step_s: float, load: Load) -> int:
     """Returns the steps of a burst that is no probe."""
     steps = max(load.num_probe_steps, 1)
-    if load.most_growth is not None:
-        steps = max(min(steps, load.most_growth // (1 + bucket.num_speculative_tokens)), 1)
     if not bucket.num_speculative_tokens:
         return steps
     return min(steps, max(int(MOST_DRAFTING_S / step_s), LEAST_STEPS))

@@ -40,8 +40,6 @@ class Load:
     # f64, how much a token of each row brings the end of the run nearer; empty if all are equal.
     urgency: Any = ()
     num_probe_steps: int = 0  # most steps of a burst
-    # Tokens that each row may gain, about, before pages run out: bursts of more are made shorter.
-    most_growth: int | None = None
     # Token bucket of the prompts that are fed in the burst's only step; 0: none. Then the
     # functions below speak of steps with these prompts.
     prompt_tokens: int = 0

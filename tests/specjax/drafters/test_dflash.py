@@ -425,7 +425,7 @@ def test_a_head_that_defers_catches_up_from_what_it_stored(name, store_features,
 
 
 def test_a_head_says_whether_it_stores_features():
-    config, _ = make_head()
+    config, params = make_head()
     spec = DFlashDrafter(config)
     bytes_of = lambda spec: spec.bytes_per_token(TARGET.config, jnp.float32)
     assert not spec.defers
@@ -433,6 +433,9 @@ def test_a_head_says_whether_it_stores_features():
     assert stored == DFlashDrafter(config, store_features=True)
     assert bytes_of(stored) - bytes_of(spec) == 4 * WIDTH
     captured = spec.configured(SpeculationConfig(store_features="captured"))
+    said = "store_features='captured'"
+    assert said in repr(specjax.LoadedDrafter("head", captured, params))
+    assert "store_features" not in repr(specjax.LoadedDrafter("head", spec, params))
     assert bytes_of(captured) - bytes_of(spec) == 4 * 2 * TARGET.config.hidden_size
     assert stored.configured(SpeculationConfig()) == stored
     assert not stored.configured(SpeculationConfig(store_features=False)).defers

@@ -186,6 +186,13 @@ def test_one_row_gives_up_drafts_for_prompts_that_are_fed_in_turn_with_it():
     finish(engine, requests)
 
 
+def test_a_burst_knows_the_tokens_of_its_rows_when_it_begins():
+    """Two rows have 4 tokens each, and gain 5 with the burst in flight."""
+    engine, requests = start(FakeDecoder(rows=2), [10, 10], prompts=[4, 4])
+    finish(engine, requests)
+    assert [record.context_tokens for record in engine.records] == [8, 18]
+
+
 class LastRowDrafts:
     """K = 3 for the last row alone."""
 
