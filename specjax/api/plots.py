@@ -22,7 +22,7 @@ def new_figure(width: float, height: float) -> Any:
         figures: Any = importlib.import_module("matplotlib.figure")
     except ModuleNotFoundError:
         raise NotImplementedError(
-            'drawing needs matplotlib; install it: pip install "specjax[plot]".'
+            "drawing needs matplotlib; install it: pip install matplotlib."
         ) from None
     return figures.Figure(figsize=(width, height), layout="constrained")
 

@@ -122,7 +122,7 @@ class GenerationStats:
 
         Raises:
           ValueError: no burst was run.
-          NotImplementedError: matplotlib is not installed: pip install "specjax[plot]".
+          NotImplementedError: matplotlib is not installed: pip install matplotlib.
         """
         draw_decisions(self.decisions, path)
 

@@ -45,7 +45,7 @@ try:
     from tunix.rl.rollout import base_rollout  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise ImportError(
-        "specjax.bench.tunix_sampler needs google-tunix: pip install 'specjax[tunix]'."
+        "specjax.bench.tunix_sampler needs google-tunix: pip install google-tunix."
     ) from error
 
 from specjax.integrations.tunix import SpecjaxRollout

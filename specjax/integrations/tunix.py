@@ -41,7 +41,7 @@ try:
     from tunix.rl.rollout import base_rollout  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise ImportError(
-        "specjax.integrations.tunix needs google-tunix: pip install 'specjax[tunix]'."
+        "specjax.integrations.tunix needs google-tunix: pip install google-tunix."
     ) from error
 
 _TUNIX_TENSOR = "tp"  # the axis of tunix's meshes that heads are split over

@@ -20,7 +20,7 @@ try:
     from tunix.cli import grpo_main  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise ImportError(
-        "specjax.integrations.tunix_grpo needs google-tunix: pip install 'specjax[tunix]'."
+        "specjax.integrations.tunix_grpo needs google-tunix: pip install google-tunix."
     ) from error
 
 _OWN = "specjax_config."

@@ -13,7 +13,7 @@ try:
     from tunix.rl.rollout import base_rollout  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise ImportError(
-        "specjax.integrations.tunix needs google-tunix: pip install 'specjax[tunix]'."
+        "specjax.integrations.tunix needs google-tunix: pip install google-tunix."
     ) from error
 
 

@@ -27,7 +27,7 @@ try:
     from tunix.models.qwen3 import model as qwen3  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise ImportError(
-        "specjax.integrations.tunix needs google-tunix: pip install 'specjax[tunix]'."
+        "specjax.integrations.tunix needs google-tunix: pip install google-tunix."
     ) from error
 
 # Llama3 and Qwen3 of tunix 0.1.7 use theta 1e6: they call apply_rope without

@@ -73,7 +73,7 @@ def load_model(
     Args:
       path: a folder with config.json and weights; "demo" or "demo-draft", the
         small models inside the package; else a name on the Hugging Face Hub, which
-        needs `specjax[hub]`.
+        needs huggingface_hub.
       dtype: of every weight, float32, bfloat16 or float16, or "fp32", "bf16" or "fp16"; by
         default bfloat16 where the default device computes it, and float32 on CPU and on GPUs
         older than Ampere, such as the T4. There bfloat16 is computed in float32 all the same.
@@ -310,7 +310,7 @@ def _fetch(name: str) -> Path:
     except ImportError as error:
         raise FileNotFoundError(
             f"there is no folder {name!r}, and fetching it from the Hugging Face Hub "
-            "needs huggingface_hub: pip install 'specjax[hub]', or give a folder."
+            "needs huggingface_hub: pip install huggingface_hub, or give a folder."
         ) from error
     try:
         fetch = functools.partial(

@@ -191,7 +191,7 @@ def described_mesh(topology: str, num_chips: int) -> Mesh:
     if not _has_libtpu():
         raise NotImplementedError(
             f"compiling for {topology=} needs libtpu, which is not installed; install it: "
-            'pip install "specjax[tpu]".'
+            'pip install "jax[tpu]".'
         )
     for name, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -10,5 +10,5 @@ def test_what_to_install(monkeypatch):
     for name in ("specjax.integrations.tunix", "specjax.integrations.tunix_weights"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "tunix", None)
-    with pytest.raises(ImportError, match=r"pip install 'specjax\[tunix\]'"):
+    with pytest.raises(ImportError, match=r"pip install google-tunix"):
         importlib.import_module("specjax.integrations.tunix")

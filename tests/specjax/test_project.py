@@ -5,6 +5,7 @@ import inspect
 import os
 import pkgutil
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -110,6 +111,45 @@ def test_ci_runs_the_commands_of_the_readme():
     assert 'pip" wheel -q --no-deps' in ci
     assert '"$wheel[test' in ci
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+_FETCHED = re.compile(
+    r"""(?:pip3?|uv)\s(?:install|add)\s[^&;|`\n]*?(?<![\w/.+@-])specjax(?![\w/.-]|\[[\w,]+\]\s@)|"""
+    r"""(?:uvx|pipx\srun|pipx\sinstall)\sspecjax|(?<![\w.])specjax\[[\w,]+\](?!\s@)"""
+)
+
+
+def fetched_by_name(text):
+    """Returns what would fetch specjax from a package index, where nothing bears its name."""
+    return [hit[0] for hit in _FETCHED.finditer(text)]
+
+
+def test_no_hint_fetches_the_name_from_an_index():
+    own, wrong = Path(__file__).relative_to(ROOT).as_posix(), {}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("not a git checkout")
+    for name in tracked.stdout.splitlines():
+        if name == own or not (ROOT / name).is_file():
+            continue
+        try:
+            text = (ROOT / name).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if found := fetched_by_name(text):
+            wrong[name] = found
+    assert not wrong
+
+
+def test_which_hints_fetch_the_name_from_an_index():
+    fetched = ("pip install specjax", 'pip install -U "specjax[tpu]"', "needs specjax[hub]")
+    fetched += ("uv add specjax", "uvx specjax", "pip\ninstall specjax", "pipx run specjax plan")
+    fetched += ("pip install specjax==0.1.0", "pip install specjax && specjax plan")
+    local = ("pip install . && specjax generate", 'pip install ".[tpu]"', 'pip install "jax[tpu]"')
+    local += ("pip install git+https://github.com/specjax/specjax", "pip install -e ./specjax")
+    local += ('pip install "specjax[plot] @ git+https://github.com/specjax/specjax"',)
+    assert [hint for hint in fetched if not fetched_by_name(hint)] == []
+    assert [hint for hint in local if fetched_by_name(hint)] == []
 
 
 def test_types_are_shipped():

@@ -84,5 +84,5 @@ def test_nothing_to_draw():
 
 def test_without_matplotlib(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(NotImplementedError, match=r"specjax\[plot\]"):
+    with pytest.raises(NotImplementedError, match="pip install matplotlib"):
         draw_decisions([record(0)], tmp_path / "nowhere.png")

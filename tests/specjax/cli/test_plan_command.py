@@ -182,7 +182,7 @@ def test_what_is_refused_in_one_line_before_compiling(arguments, message, capsys
     [
         (["--plot", "k.png"], "cpu has no figures to draw seconds from"),
         (["--device", "gpu:h100", "--plot", "no-such/k.png"], "there is no folder"),
-        (["--device", "gpu:h100", "--plot", "k.png"], 'pip install "specjax[plot]"'),
+        (["--device", "gpu:h100", "--plot", "k.png"], "pip install matplotlib"),
     ],
 )
 def test_a_picture_that_cannot_be_drawn_is_refused_first(arguments, message, capsys, monkeypatch):

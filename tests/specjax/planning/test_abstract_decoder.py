@@ -142,7 +142,7 @@ def test_logits_lie_token_by_token_once():
 def test_without_libtpu_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "libtpu", None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    with pytest.raises(NotImplementedError, match=r'pip install "specjax\[tpu\]"'):
+    with pytest.raises(NotImplementedError, match=r'pip install "jax\[tpu\]"'):
         described_mesh("v5e:2x2", 4)
 
 
