@@ -355,7 +355,7 @@ def _tensor(arguments: tuple[Any, ...]) -> _Tensor:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**48
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_NUMBERS
 
 
 def _shown(value: Any) -> str:

@@ -22,8 +22,12 @@ from specjax.runtime.model_files import MAX_JSON_BYTES, parse_object, read_bytes
 # stay below 200 (NFKC writes one character as up to 18).
 MAX_GROWTH = 2**14
 _MAX_STAGES = 256
+_MAX_DEPTH = 64  # of stages within stages
 _MAX_SPECIAL_TOKENS = 1024  # that a post-processor adds to one text
 _MAX_PREPENDED_CHARS = 256
+_MIN_TRIE_BYTES = 1024  # of a precompiled_charsmap
+# The class that a panic of Rust has in Python; no module exports it.
+PANIC = "PanicException"
 
 # Keys of the lists of a pipeline's stages, and the factor by which a type of stage may
 # lengthen a text; stages of other types write about as much as they read.
@@ -67,7 +71,7 @@ def errors_as_value_error(what: str) -> Iterator[None]:
 
 def is_library_error(error: BaseException) -> bool:
     """Returns whether this is an error or a panic, not a request to exit."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    return isinstance(error, Exception) or type(error).__name__ == PANIC
 
 
 def check(document: dict[str, Any], source: str) -> None:
@@ -99,7 +103,7 @@ def _stages(stage: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
     """Yields the stages of a pipeline in order, including those of nested pipelines."""
     if not isinstance(stage, dict):
         return  # the library says what it expects
-    if depth > 64:
+    if depth > _MAX_DEPTH:
         raise ValueError("stages of tokenizer.json are nested too deep.")
     inner = [each for key in _STAGE_LISTS for each in _as_list(stage.get(key))]
     for each in inner:
@@ -138,7 +142,7 @@ def _charsmap_growth(charsmap: Any) -> int:
     try:
         table = base64.b64decode(charsmap, validate=True)
         size = int.from_bytes(table[:4], "little")
-        if len(table) < 4 or size % 4 or not 1024 <= size <= len(table) - 4:
+        if len(table) < 4 or size % 4 or not _MIN_TRIE_BYTES <= size <= len(table) - 4:
             raise ValueError(f"a trie of {size} bytes in {len(table)}")
         replacements = table[4 + size :].decode("utf-8").split("\0")
     except (ValueError, TypeError) as error:

@@ -353,7 +353,7 @@ def test_arguments_for_trainers_checkpoints_are_refused(own):
         ({"format_version": 2, "specjax_version": "9.9"}, "format_version=2 .* of specjax '9.9'"),
         ({"kind": "adapter"}, "kind='adapter'"),
         ({"config": None}, "config is None, expected a ModelConfig"),
-        ({"config": {"class": "os.system"}}, "config: it names the class 'os.system'"),
+        ({"config": {"class": "a.Foreign"}}, "config: it names the class 'a.Foreign'"),
         ({"config": {"class": "RopeConfig"}}, "config is RopeConfig.*, expected a ModelConfig"),
         ({"config": {"class": "ModelConfig", "new": 1}}, "gives ModelConfig the fields new"),
         ({"config": {"class": "ModelConfig"}}, "ModelConfig refuses its values .*vocab_size"),

@@ -25,6 +25,8 @@ from folder_faults import (
 from folder_sweep import message_of, serve
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from specjax.text import chat_template, tokenizer_json
+
 GOLDENS = Path(__file__).resolve().parents[2] / "goldens"
 FAMILIES = ("llama", "llama_tied", "llama_yarn", "qwen2", "qwen2_sliding", "qwen3")
 FAMILIES += ("mistral", "granite", "gpt2")
@@ -36,34 +38,31 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-HOSTILE_TEMPLATES = (
-    "{{ 'a' * 10**9 }}",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{% set x = 10 ** 10 ** 8 ** 3 %}",
-    "{% set ns = namespace(x='ab') %}{% for i in range(90) %}"
-    "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "{% set ns = namespace(x=[1]) %}{% for i in range(90) %}"
-    "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
-    "{% macro m(n) %}{{ m(n) }}{{ m(n) }}{% endmacro %}{{ m(1) }}",
-    "{{ 'a' | center(10**9) }}",
-    "{{ '%1000000000d' | format(1) }}",
-    "{{ ('{0.__class__}' | attr('format'))(messages) }}",
-    "{{ range(99999) | join('a' * 99999) }}",
-    "{{ lipsum(n=10**8) }}",
-    "{{ (" * 20_000,
+TEMPLATES = (
+    "{{ raise_exception('roles must alternate') }}",
+    "{{ messages[0].nothing.more }}",
+    "{{ messages[0]._kept.more }}",
+    "{{ 1 / 0 }}",
+    "{{ 1 | no_filter }}",
+    "{{ messages[0].content + 1 }}",
+    "{% for m in messages %}",
+    "{% if %}",
+    "{{ messages | tojson(indent='a') }}",
+    "{{ 'a' * 40_000 }}",
+    "",
 )
-HOSTILE_STAGES = (
-    {"type": "Precompiled", "precompiled_charsmap": "/////wAA"},
-    {"type": "Precompiled", "precompiled_charsmap": ""},
-    {"type": "FixedLength", "length": 0},
-    {"type": "Strip", "content": "a", "start": 10**9, "stop": 10**9},
-    {"type": "Prepend", "prepend": "x" * 10**6},
-    {"type": "Replace", "pattern": {"String": ""}, "content": "b"},
-    {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10**5},
+# Lengthen a text, or are none: the library says so, or the limits that `main` lowers.
+STAGES = (
+    {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 8},
+    {"type": "Prepend", "prepend": "x" * 8},
+    {"type": "Lowercase"},
+    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
     {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False},
-    {"type": "Split", "pattern": {"Regex": "(a|a)*" * 9 + "z"}, "behavior": "Removed", "invert": False},
-    {"type": "ByteLevel"},
-)  # fmt: skip
+    {"type": "Prepend", "prepend": 5},
+    {"type": "Strip"},
+    {"type": "X"},
+    {},
+)
 _LISTS = {
     "normalizer": "normalizers",
     "pre_tokenizer": "pretokenizers",
@@ -131,7 +130,7 @@ def _shard(folder: Path) -> None:
 
 
 def write_a_template(rng: random.Random, folder: Path) -> str:
-    template = rng.choice(HOSTILE_TEMPLATES)
+    template = rng.choice(TEMPLATES)
     if rng.random() < 0.5:
         at, end = sorted(rng.randrange(len(TEMPLATE)) for _ in range(2))
         template = TEMPLATE[:at] + rng.choice(("", "{{", "%}", "~", "'")) + TEMPLATE[end:]
@@ -146,36 +145,30 @@ def write_a_stage(rng: random.Random, folder: Path) -> str:
     path = folder / "tokenizer.json"
     value = json.loads(path.read_text())
     part = rng.choice(sorted(_LISTS))
-    stage = rng.choice(HOSTILE_STAGES)
-    times = rng.choice((1, 2, 6, 24, 200))
+    stage = rng.choice(STAGES)
+    times = rng.choice((1, 2, 5))
     if times > 1:
         stage = {"type": "Sequence", _LISTS[part]: [stage] * times}
-    if times == 200:
-        for _ in range(rng.choice((50, 300))):
-            stage = {"type": "Sequence", _LISTS[part]: [stage]}
     value[part] = stage
     dump(path, value)
     return f"{part} x{times} {json.dumps(stage)[:80]}"
 
 
-def change_numbers_of_tokens(rng: random.Random, folder: Path) -> str:
+def change_a_vocabulary(rng: random.Random, folder: Path) -> str:
     path = folder / "tokenizer.json"
     value = json.loads(path.read_text())
     model = value["model"]
-    kind = rng.randrange(6)
+    kind = rng.randrange(5)
     if kind == 0:
-        for token in value["added_tokens"]:
-            token["id"] = rng.choice((2**31, 2**32 - 1, 2**32, -1, 10**6))
+        value["added_tokens"][0]["id"] = rng.choice((-1, "a", 0.5))
     elif kind == 1:
-        model["unk_token"] = model["unk_id"] = rng.choice((10**6, -1, "nothing"))
-    elif kind == 2:
-        model["continuing_subword_prefix"] = rng.choice(("#", "####", "\u4f60"))
-    elif kind == 3 and "merges" in model:
+        model["unk_token"] = model["unk_id"] = rng.choice((-1, "nothing"))
+    elif kind == 2 and "merges" in model:
         model["merges"] = rng.choice(([["a", "c"]], ["a b c"], [["a"]], [1], [["", ""]]))
-    elif kind == 4:
-        model["type"] = rng.choice(("BPE", "WordPiece", "WordLevel", "Unigram", "X"))
+    elif kind == 3:
+        model["type"] = "X"
     else:
-        model["vocab"] = rng.choice(({}, [], {"a": 2**32 - 1}, {"a": 0, "b": 0}, [["a", 0]]))
+        model["vocab"] = rng.choice(({"a": -1}, {"a": "0"}, [1], 5))
     dump(path, value)
     return str(kind)
 
@@ -194,7 +187,7 @@ _CHANGES: tuple[Callable[[random.Random, Path], str], ...] = (
     give_a_key_twice,
     write_a_template,
     write_a_stage,
-    change_numbers_of_tokens,
+    change_a_vocabulary,
 )
 
 
@@ -230,6 +223,8 @@ def use_folder(folder: Path) -> tuple[str, None]:
 
 
 def main() -> None:
+    tokenizer_json.MAX_GROWTH, tokenizer_json._MAX_PREPENDED_CHARS = 64, 4
+    tokenizer_json._MAX_STAGES, chat_template.MAX_OUTPUT_CHARS = 4, 10_000
     sound = Path(sys.argv[1])
     for name in FAMILIES:  # so that what jax takes once is not counted
         shutil.copytree(GOLDENS / name, sound / name, dirs_exist_ok=True)

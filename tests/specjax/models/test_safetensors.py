@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from specjax.models import safetensors
 from specjax.models.weight_files import open_file, open_folder
 
 TENSORS = {
@@ -85,7 +86,6 @@ def _entry(dtype="F32", shape=(2,), offsets=(0, 8)):
         (b'{"x": "\xff"}', 8, "not JSON"),
         ([1], 8, "does not begin with a brace"),
         (b'{"x": {}, "x": {}}', 8, "key 'x' is given twice"),
-        (b'{"x": ' + b"[" * 100_000, 8, "nested too deep"),
         ({"x": 3}, 8, "expected dtype, shape"),
         ({"x": {"dtype": "F32", "shape": [2]}}, 8, "expected dtype, shape"),
         (_entry(offsets=(0,)), 8, "expected dtype, shape"),
@@ -94,7 +94,6 @@ def _entry(dtype="F32", shape=(2,), offsets=(0, 8)):
         (_entry(shape=("2",)), 8, "expected dtype, shape"),
         (_entry(shape=(2.0,)), 8, "expected dtype, shape"),
         (_entry(shape=(True, 2)), 8, "expected dtype, shape"),
-        (_entry(shape=(0, 2**70)), 8, "expected dtype, shape"),
         (_entry(shape=(1,) * 65 + (2,)), 8, "the file is corrupt"),
         (_entry(), 7, "ends at byte 8 of the data but the file holds 7"),
         (_entry(offsets=(8, 0)), 8, "bytes 8 to 0"),
@@ -219,12 +218,11 @@ def test_a_header_that_is_one_byte_off(tmp_path, write_safetensors):
             open_file(path)
 
 
-def test_a_header_of_gigabytes_is_not_read(tmp_path):
-    path = tmp_path / "model.safetensors"
-    with path.open("wb") as file:
-        file.write((2 * 10**9).to_bytes(8, "little") + b"{")
-        file.truncate(3 * 10**9)  # takes no room on the disk
-    with pytest.raises(ValueError, match="claims a header of 2000000000 bytes"):
+def test_a_header_above_the_limit_is_not_read(tmp_path, monkeypatch):
+    path = _write(tmp_path / "model.safetensors", _entry(), b"\0" * 8)
+    assert open_file(path)["x"].shape == (2,)
+    monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 40)
+    with pytest.raises(ValueError, match="claims a header of 61 bytes, and at most 40"):
         open_file(path)
 
 

@@ -120,7 +120,7 @@ SOUND = {"bytes_per_s": 1e10, "factors": FACTORS, "launch_s": 1e-6}
     [
         "{",
         "[]",
-        "[" * 100_000,
+        "[[",
         *(
             json.dumps(SOUND | change)
             for change in (
