@@ -474,7 +474,7 @@ class Engine:
         with self._turns.tables():
             requests = self._made(prompt, sampling)
             for request in requests:
-                request.priority = priority
+                request.priority, request.is_streamed = priority, is_streamed
                 if deadline_s is not None:
                     request.deadline = time.perf_counter() + deadline_s
             request_id = requests[0].prompt_index

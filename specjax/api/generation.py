@@ -34,9 +34,6 @@ from specjax.runtime import compilation_cache
 from specjax.runtime.jax_settings import entrance
 from specjax.runtime.progress import Progress, Report
 
-# Streaming reads back after this many steps: a few tokens at once, and little waiting.
-STREAM_BURST_STEPS = 2
-
 
 @entrance("specjax.generate")
 def generate(
@@ -104,7 +101,6 @@ def generate(
         mesh=mesh,
         mesh_axes=mesh_axes,
         progress=progress,
-        max_burst_steps=None,
     )
     for _ in stream_:
         pass
@@ -123,7 +119,7 @@ def stream(
       An iterable of `Chunk`; a possible beginning of a stop string, and incomplete
       UTF-8, are held back. Afterwards `result()` gives what `generate` returns.
     """
-    return Stream(target, prompts, max_burst_steps=STREAM_BURST_STEPS, **arguments)
+    return Stream(target, prompts, is_streamed=True, **arguments)
 
 
 class Stream:
@@ -144,11 +140,10 @@ class Stream:
         mesh: Mesh | None = None,
         mesh_axes: MeshAxisMap | None = None,
         progress: bool | Report = False,
-        max_burst_steps: int | None = None,
+        is_streamed: bool = False,
     ):
         self._started_at = time.perf_counter()
         compilation_cache.enable()
-        self._max_burst_steps = max_burst_steps
         self._progress = Progress(progress)
         self._progress.report("loading", 0, 0)
         setup = Setup.of(
@@ -172,6 +167,7 @@ class Stream:
         rules = (request.rule for request in self._requests)
         self._loop = self._setup.loop(sizes, rules, on_progress=self._progress.report)
         for request in self._requests:
+            request.is_streamed = is_streamed
             self._loop.add(request)
         self._chunks = self._run()
 
@@ -185,7 +181,7 @@ class Stream:
         writer, num_tokens = ChunkWriter(), 0
         total = sum(request.params.max_tokens for request in self._requests)
         try:
-            for moved in self._loop.run(max_burst_steps=self._max_burst_steps):
+            for moved in self._loop.run():
                 for request in moved:
                     chunk = writer.chunk(request)
                     num_tokens += len(chunk.token_ids)

@@ -18,6 +18,9 @@ from specjax.policy.interface import LEAST_TIMED_STEPS, Decision, Load, Speculat
 ENDLESS = 10**6  # remaining steps assumed while requests wait
 # Least tokens that a row is expected to gain still, even past its expected end.
 LEAST_LEFT = 8
+# Most steps of a burst with a row whose tokens are read as they come: a few tokens at once, and
+# little waiting.
+STREAMED_STEPS = 2
 DROPPED = Decision(num_speculative_tokens=0, reason="dropped")
 
 
@@ -39,13 +42,17 @@ class BurstChoice:
 
         Args:
           rows: i64[rows that decode], their indices; at least one.
-          max_burst_steps: most steps; by default Sizes.burst_steps.
+          max_burst_steps: most steps; None: Sizes.burst_steps. With a row that is streamed at
+            most STREAMED_STEPS.
           beside: the prompts in the same step, of which there is one.
         """
         decoder = self._run.decoder
+        table = self._run.scheduler.table
         most_steps = decoder.sizes.burst_steps
         usual_steps = min(most_steps, max_burst_steps or most_steps)
-        tokens = self._run.scheduler.table.least[rows]
+        if table.is_streamed[rows].any():
+            usual_steps = min(usual_steps, STREAMED_STEPS)
+        tokens = table.least[rows]
         load = self._load(rows, tokens, usual_steps, beside)
         decision = self.policy.choose(load)
         if decision.prepare is not None:

@@ -201,11 +201,11 @@ class Loop:
         self.scheduler.release(row)
         return True
 
-    def run(self, *, max_burst_steps: int | None = None) -> Iterator[list[Request]]:
+    def run(self) -> Iterator[list[Request]]:
         """Runs until no work is left; after each step yields the requests that advanced."""
         while self.has_work:
             check_not_traced("decoding")
-            yield self.step(max_burst_steps)
+            yield self.step()
 
     @in_own_settings
     def step(self, max_burst_steps: int | None = None) -> list[Request]:

@@ -216,6 +216,7 @@ class Request:
     arrival: int | None = None  # its number in the queue, once it was there
     num_preemptions: int = 0
     keeps_scores: bool = False  # `logprobs` are TokenScores
+    is_streamed: bool = False  # its tokens are read as they come: its bursts are short
     expected_length: int = 0  # expected number of output tokens; 0 if unknown
     num_resumed: int = 0  # output tokens from an earlier run
     # Number that samples of one prompt share, for a drafter that matches text; None: that of

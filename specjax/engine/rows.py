@@ -43,6 +43,7 @@ class RowTable:
         # Copied from the request by `enter`.
         self.request_number, self.draft_cap, self.max_length = self._zeros(3, num_rows)
         self.expected_end = np.zeros(num_rows, np.int64)  # tokens; 0 if unknown
+        self.is_streamed = np.zeros(num_rows, bool)
         # Copied from the row by `update`.
         self.num_tokens, self.num_drafter_final = self._zeros(2, num_rows)
         self.is_prefilled = np.zeros(num_rows, bool)  # and occupied
@@ -59,6 +60,7 @@ class RowTable:
         self.request_number[row.index] = request.number
         self.draft_cap[row.index] = request.draft_cap
         self.max_length[row.index] = request.max_length
+        self.is_streamed[row.index] = request.is_streamed
         if request.expected_length:
             end = len(request.prompt_token_ids) + request.expected_length
             self.expected_end[row.index] = min(end, request.max_length)

@@ -146,6 +146,71 @@ def test_chunks_of_a_stream(make, plain):
         assert done[beside][0].token_ids == plain(other)
 
 
+PLAIN = dataclasses.replace(SAMPLING, num_speculative_tokens=0)
+
+
+def num_steps_run(engine):
+    """Returns the steps of each burst so far, those of prompts left out."""
+    return [burst.num_steps for burst in engine.stats.decisions if not burst.prompt_tokens]
+
+
+def test_whoever_reads_token_by_token_gets_two_at_a_time(make, target, plain):
+    """By each kind of stream; batch work keeps bursts of burst_steps, before and after."""
+    (prompt,) = prompts(1)
+
+    async def read(engine):
+        return [chunk async for chunk in engine.astream(prompt, PLAIN)]
+
+    def batch(engine):
+        engine.add(prompt, PLAIN)
+        drain(engine)
+        return []
+
+    with make() as engine:
+        for name, run, most in (
+            ("add", batch, 4),
+            ("stream", lambda engine: list(engine.stream(prompt, PLAIN)), 2),
+            ("astream", lambda engine: asyncio.run(read(engine)), 2),
+            ("add again", batch, 4),
+        ):
+            num_before = len(num_steps_run(engine))
+            chunks = run(engine)
+            assert num_steps_run(engine)[num_before:] == [most] * (40 // most), name
+            if chunks:
+                assert [len(chunk.token_ids) for chunk in chunks] == [2] * 20, name
+                assert [t for chunk in chunks for t in chunk.token_ids] == plain(prompt), name
+    chunks = specjax.stream(target, prompt, sampling=PLAIN, engine=ENGINE)
+    assert [len(chunk.token_ids) for chunk in chunks] == [2] * 20
+
+
+def test_a_stream_that_is_left_saves_what_it_would_have_drawn(make):
+    with make() as engine:
+        beside = engine.add([5, 6], PLAIN)
+        stream = engine.stream([3, 4], PLAIN)
+        first = next(stream)
+        stream.close()
+        done = drain(engine)
+        assert len(first.token_ids) == 2
+        # Two that were read, two of the burst in flight, and batch work goes on in long bursts.
+        steps = num_steps_run(engine)
+        assert steps[:2] == [2, 2]
+        assert set(steps[2:-1]) == {4}
+        assert len(done[beside][0].token_ids) == 40
+        assert engine.stats.num_output_tokens <= 40 + 4
+
+
+@pytest.mark.full
+def test_chunks_at_default_settings():
+    """64 tokens of the embedded model: 32 chunks, not the 2 of bursts of 32 steps."""
+    sampling = SamplingParams(max_tokens=64, ignore_eos=True, num_speculative_tokens=0)
+    with specjax.Engine("demo") as engine:
+        chunks = list(engine.stream("def fibonacci(n):", sampling))
+        assert [len(chunk.token_ids) for chunk in chunks] == [2] * 32
+        engine.add("def fibonacci(n):", sampling)
+        drain(engine)
+        assert num_steps_run(engine)[-2:] == [32, 32]
+
+
 def test_streams_of_asyncio(make, plain):
     async def text(engine, prompt):
         tokens = []

@@ -1,6 +1,7 @@
 """The loop over a decoder of integers that knows what every page must hold."""
 
 import dataclasses
+import itertools
 import types
 
 import fake_decoder
@@ -450,6 +451,46 @@ def test_an_aborted_request_frees_its_pages_at_once():
     assert requests[0].output_token_ids == continuation(
         requests[0].prompt_token_ids, len(requests[0].output_token_ids)
     )
+
+
+def test_bursts_are_short_while_a_row_of_theirs_is_streamed():
+    """Row 2 is streamed: alone, beside batch work, until it ends, until it is left."""
+    found = {}
+    for name, outputs, streamed, left_after in (
+        ("nobody", [30, 30], (), None),
+        ("all", [10, 10], (1, 2), None),
+        ("one of two", [31, 9], (2,), None),
+        ("left", [31, 60], (2,), 3),
+    ):
+        decoder = FakeDecoder(rows=2)
+        engine, requests = start(decoder, outputs)
+        for request in requests:
+            request.is_streamed = request.prompt_index in streamed
+        for count in itertools.count(1):
+            engine.step()
+            if count == left_after:
+                assert engine.abort(requests[1])
+            if not engine.has_work:
+                break
+        assert requests[0].output_token_ids == continuation([1], outputs[0])
+        found[name] = [int(plan.num_steps) for _, plan in decoder.bursts]
+    short = burst_choice.STREAMED_STEPS
+    assert short == 2
+    assert found == {
+        "nobody": [5] * 6,
+        "all": [2] * 5,
+        "one of two": [2] * 5 + [5] * 4 + [1],
+        "left": [2] * 3 + [5] * 5,
+    }
+
+
+def test_a_streams_burst_is_no_longer_than_asked_for():
+    for asked, expected in ((1, 1), (4, 2), (None, 2)):
+        decoder = FakeDecoder(rows=1)
+        engine, requests = start(decoder, [30])
+        requests[0].is_streamed = True
+        engine.step(asked)
+        assert int(decoder.bursts[0][1].num_steps) == expected, asked
 
 
 def test_a_waiting_request_can_be_aborted():
