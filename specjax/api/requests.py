@@ -16,10 +16,10 @@ from specjax.config.rules import Rule
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import LoadedDrafter
+from specjax.engine.output_text import text_after
 from specjax.engine.request import Request
 from specjax.models.base import Model
 from specjax.sampling import row_values
-from specjax.text.detokenize import IncrementalText
 from specjax.types import BY_LAW, DELTA
 
 # Text, the messages of a chat, or token ids.
@@ -207,7 +207,7 @@ def _of_prompt(
                 seed=derive_seed(own_seed, sample),
                 engine_config=engine_config,
             ),
-            text=target.tokenizer and IncrementalText(target.tokenizer, params.stop_strings),
+            text=target.tokenizer and text_after(target.tokenizer, ids, params),
         )
         for sample in range(params.n)
     ]

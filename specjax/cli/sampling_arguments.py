@@ -76,7 +76,19 @@ OPTIONS = (
     Option("logprobs", "log-probabilities of the chosen and K more", "K", int),
 )
 
-SWITCHES = ("ignore_eos", "speculate", "self_check", "entropy")
+# Help of the switches that are on, or off, unless their option is given.
+_OFF = {
+    "skip_special_tokens": "keep special tokens in the text, as the [TOOL_CALLS] of a tool call",
+    "spaces_between_special_tokens": "with --no-skip-special-tokens, no space between them",
+    "speculate": 'plain decoding, as "speculate": false of one prompt',
+}
+_ON = {
+    "include_stop_str_in_output": "end the text after the --stop that ended it",
+    "ignore_eos": "go on after the end-of-text token",
+    "self_check": "report how far the draws are from what their distribution has on average",
+    "entropy": "with --logprobs, the entropy in nats of what each token was drawn from",
+}
+SWITCHES = (*_ON, *_OFF)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -98,31 +110,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             default=argparse.SUPPRESS,
             help=option.help + (", repeatable" if option.is_repeated else "") + shown,
         )
-    group.add_argument(
-        "--ignore-eos",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="go on after the end-of-text token",
-    )
-    group.add_argument(
-        "--no-speculate",
-        dest="speculate",
-        action="store_false",
-        default=argparse.SUPPRESS,
-        help='plain decoding, as "speculate": false of one prompt',
-    )
-    group.add_argument(
-        "--self-check",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="report how far the draws are from what their distribution has on average",
-    )
-    group.add_argument(
-        "--entropy",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="with --logprobs, the entropy in nats of what each token was drawn from",
-    )
+    for on, switches in ((True, _ON), (False, _OFF)):
+        for name, text in switches.items():
+            group.add_argument(
+                ("--" if on else "--no-") + name.replace("_", "-"),
+                dest=name,
+                action="store_true" if on else "store_false",
+                default=argparse.SUPPRESS,
+                help=text,
+            )
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:

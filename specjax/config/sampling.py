@@ -22,7 +22,11 @@ class SamplingParams:
 
     The first min_tokens output tokens hold no stop token, and a stop string that one
     of them completes does not end the output; it is text like any other. One that
-    begins among them and is completed by a later token does.
+    begins among them and is completed by a later token does. A stop string that holds a special
+    token is completed by that token, also where the text leaves special tokens out.
+
+    The text of an output is what its tokens add to the text of its prompt: a first word keeps its
+    space.
 
     `seed`, from 0 to 2**64 - 1, makes the text a function of (weights, prompt, these
     parameters, seed). Under the rules that keep only the distribution (`rejection` and those
@@ -47,6 +51,12 @@ class SamplingParams:
     max_tokens: int = 128
     stop_token_ids: Sequence[int] = ()
     stop: str | Sequence[str] | None = ()  # stop strings, cut from the text
+    # Keeps a stop string in the text, and a stop token that the text does not leave out.
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True  # leaves special tokens, as [TOOL_CALLS], out of the text
+    # False, with skip_special_tokens=False: no space between added tokens in a row, where the
+    # tokenizer's decoder puts one.
+    spaces_between_special_tokens: bool = True
     ignore_eos: bool = False
     seed: int | None = None
     n: int = 1
@@ -107,7 +117,7 @@ class SamplingParams:
                 f"min_tokens={self.min_tokens!r} exceeds max_tokens={self.max_tokens!r}; lower "
                 f"min_tokens or raise max_tokens."
             )
-        for name in ("ignore_eos", "speculate", "self_check", "entropy"):
+        for name in _SWITCHES:
             if getattr(self, name) not in (True, False):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
         if self.entropy and self.logprobs is None:
@@ -173,6 +183,15 @@ class SamplingParams:
                     )
 
 
+_SWITCHES = (
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "ignore_eos",
+    "speculate",
+    "self_check",
+    "entropy",
+)
 _RANGES = (
     ("temperature", 0.0, 100.0),
     ("top_k", -1, 2**31 - 1),

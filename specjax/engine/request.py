@@ -290,14 +290,16 @@ class Request:
         """
         if self.text is None:
             return len(token_ids)
-        # A stop token ends the text and has none of its own.
-        spoken = token_ids[:-1] if ends_in_stop_token else token_ids
         num_before = len(self.output_token_ids)
-        for place, token_id in enumerate(spoken):
+        num_spoken = len(token_ids) - ends_in_stop_token
+        for place, token_id in enumerate(token_ids[:num_spoken]):
             is_early = num_before + place < self.params.min_tokens
             fed = self.text.feed(token_id, may_stop=not is_early)
             self.shown.append(TextPiece(fed.text, place < num_accepted))
             if fed.stopped_by is not None:
                 self.finish_reason, self.stop_reason = "stop", fed.stopped_by
                 return place + 1
+        if ends_in_stop_token and self.params.include_stop_str_in_output:
+            fed = self.text.feed(token_ids[-1], may_stop=False)
+            self.shown.append(TextPiece(fed.text, num_spoken < num_accepted))
         return len(token_ids)

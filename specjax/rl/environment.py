@@ -27,7 +27,10 @@ class Turn:
     turn_index: int  # from 0
     prompt_token_ids: list[int]  # the dialogue's first prompt
     token_ids: list[int]  # that the policy wrote in this turn, a stop token included
-    text: str | None  # of these, without special tokens; None without a tokenizer
+    # What these add to the text before them, as a Completion's text: without special tokens, and
+    # without the stop string that ended it, unless the sampling parameters keep them. None
+    # without a tokenizer.
+    text: str | None
     # All of the dialogue: the prompt, earlier turns with their replies, and this turn.
     dialogue_token_ids: list[int]
     finish_reason: str  # "stop", or "length" at max_tokens or where no more fits

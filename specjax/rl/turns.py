@@ -17,6 +17,7 @@ import numpy as np
 from specjax.config.checks import is_int, is_number, shown
 from specjax.config.sampling import SamplingParams
 from specjax.engine.loop import Loop
+from specjax.engine.output_text import output_text
 from specjax.engine.request import Request
 from specjax.models.base import Params
 from specjax.rl.batch import ENVIRONMENT, ERROR, LENGTH, STOP, UNFINISHED, Rollout
@@ -295,15 +296,21 @@ class _Dialogues:
         prompt = table.prompt_ids[index][table.prompt_mask[index]].tolist()
         completion = table.completion_ids[index, :end].tolist()
         own = completion[start:]
+        before = [*prompt, *completion[:start]]
+        reason = _FINISH_REASONS[int(table.turn_reasons[index, table.counts[index] - 1])]
+        text = None
+        if tokenizer is not None:
+            is_stopped = reason == "stop"
+            text = output_text(tokenizer, before, self._asked, own, is_stopped=is_stopped)
         turn = Turn(
             prompt_index=int(table.prompt_index[index]),
             sample_index=self._sample_index[index],
             turn_index=int(table.counts[index]) - 1,
             prompt_token_ids=prompt,
             token_ids=own,
-            text=None if tokenizer is None else tokenizer.decode(own),
-            dialogue_token_ids=[*prompt, *completion],
-            finish_reason=_FINISH_REASONS[int(table.turn_reasons[index, table.counts[index] - 1])],
+            text=text,
+            dialogue_token_ids=[*before, *own],
+            finish_reason=reason,
             stop_reason=stop_reason,
             is_last=table.counts[index] >= self._max_turns or self._room(index) < self._least,
         )

@@ -3,22 +3,17 @@
     tokens   "Hel"  "lo, "  E4  BD  A0  " ST"  "OP"     with stop string "STOP"
     shown     Hel    lo,_   -   -   你   _     - and stopped; "OP" is the last used
 
-Shown pieces joined are exactly what decoding all ids at once gives.
+Shown pieces joined are what decoding the prompt and all ids at once gives, less what decoding the
+prompt gives.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from specjax.text.token_window import TokenWindow
 from specjax.text.tokenization import Tokenizer
-
-_REPLACEMENT = "\ufffd"
-# Tokens kept for context once shown. A token is at least one byte, and a decoder
-# that starts inside a character is in step again after three, so four suffice.
-_CONTEXT = 4
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Fed(NamedTuple):
@@ -37,6 +32,9 @@ class IncrementalText:
     the longest counts. The text ends before the stop string, and the tokens end with
     the one that completed it; the grouping of tokens into calls does not matter.
 
+    Where the text leaves special tokens out, a stop string that holds the text of one is looked
+    for in the text with them: "<|im_end|>" completes at that token, and the text ends before it.
+
     The cost per token does not grow with the sequence: only the last few tokens are
     decoded.
     """
@@ -46,16 +44,20 @@ class IncrementalText:
         tokenizer: Tokenizer,
         stop_strings: Sequence[str] = (),
         *,
+        prompt_token_ids: Sequence[int] = (),
         include_stop_str: bool = False,
         skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
     ):
         """Starts an empty sequence.
 
         Args:
           tokenizer: of the model that makes the tokens.
           stop_strings: not empty; looked for in the text, whatever the tokens.
+          prompt_token_ids: the tokens before the sequence: context, not text. A character that
+            they leave unfinished is of the text, if the sequence finishes it.
           include_stop_str: ends the text after the stop string instead of before it.
-          skip_special_tokens: as in `Tokenizer.decode`.
+          skip_special_tokens, spaces_between_special_tokens: as in `Tokenizer.decode`.
 
         Raises:
           ValueError: a stop string is empty.
@@ -63,129 +65,168 @@ class IncrementalText:
         if isinstance(stop_strings, str) or not all(stop_strings):
             raise ValueError(f"{stop_strings=} must be a sequence of strings that are not empty.")
         self.stopped_by: str | None = None
-        self._tokenizer = tokenizer
-        self._stop_strings = tuple(stop_strings)
+        self._is_over = False
         self._include_stop_str = include_stop_str
-        self._skip_special_tokens = skip_special_tokens
-        self._window: list[int] = []  # the last tokens that have text
-        self._num_settled = 0  # characters of the window's text that are final
-        self._num_run = 0  # byte tokens at the window's end
-        self._held = ""  # final, but perhaps the beginning of a stop string
-        self._num_exempt = 0  # characters, from `_held` on, that end no stop string
+        self._special_texts = tokenizer.special_texts
+        window = lambda skips: TokenWindow(
+            tokenizer,
+            prompt_token_ids,
+            skip_special_tokens=skips,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+        )
+        left_out = self._special_texts.values() if skip_special_tokens else ()
+        with_special = [stop for stop in stop_strings if any(text in stop for text in left_out)]
+        plain = [stop for stop in stop_strings if stop not in with_special]
+        self._shown = _Searched(window(skip_special_tokens), plain)
+        self._whole = _Searched(window(False), with_special) if with_special else None
+        self._marks: list[_Mark] = []  # of special tokens in `_whole`, in order
 
     def feed(self, token_ids: int | Iterable[int], *, may_stop: bool = True) -> Fed:
         """Takes the next tokens and returns the text that they make final.
 
-        After a stop string, tokens are ignored.
+        After a stop string or `finish`, tokens are ignored.
 
         Args:
           may_stop: whether a stop string that one of these tokens completes ends the
             output; one that they only begin ends it later in either case.
         """
-        if self.stopped_by is not None:
+        if self._is_over:
             return Fed("", 0, self.stopped_by)
         ids = list(token_ids) if isinstance(token_ids, Iterable) else [token_ids]
-        if not self._stop_strings:
-            self._append(ids)
-            return Fed(self._settle(), len(ids), None)
+        if not self._shown.stop_strings and self._whole is None:
+            self._shown.window.append(ids)
+            return Fed(self._shown.window.settle(), len(ids), None)
         pieces = []
         for num_used, token_id in enumerate(ids, start=1):
-            self._append([token_id])
-            pieces.append(self._match(self._settle(), may_stop))
-            if self.stopped_by is not None:
+            pieces.append(self._take(int(token_id), may_stop))
+            if self._is_over:
                 return Fed("".join(pieces), num_used, self.stopped_by)
         return Fed("".join(pieces), len(ids), None)
 
     def finish(self) -> str:
-        """Returns the text held back; an unfinished character becomes U+FFFD."""
-        if self.stopped_by is not None:
+        """Returns the text held back, once; an unfinished character becomes U+FFFD."""
+        if self._is_over:
             return ""
-        rest = self._held + self._decode(self._window)[self._num_settled :]
-        self._window, self._num_settled, self._num_run, self._held = [], 0, 0, ""
-        return rest
+        self._is_over = True
+        return self._shown.text + self._shown.window.open_text()
 
-    def _append(self, ids: Sequence[int]) -> None:
-        """Adds the tokens, except those that decoding leaves out."""
-        special = self._tokenizer.special_ids if self._skip_special_tokens else ()
-        for token_id in map(int, ids):
-            token = self._tokenizer.backend.id_to_token(token_id)
-            if token is None or token_id in special:
-                continue
-            self._window.append(token_id)
-            is_byte = self._tokenizer.has_byte_fallback and _BYTE_TOKEN.fullmatch(token)
-            self._num_run = self._num_run + 1 if is_byte else 0
-
-    def _settle(self) -> str:
-        """Returns the text that became final, and shortens the window."""
-        # With byte fallback a run of byte tokens is text or, whole, U+FFFD: open
-        # until it ends.
-        text = self._decode(self._window[: len(self._window) - self._num_run])
-        num_settled = len(text)
-        # Bytes of an unfinished character decode to one U+FFFD, always the last.
-        if text.endswith(_REPLACEMENT) and not self._tokenizer.has_byte_fallback:
-            num_settled -= 1
-        settled = text[self._num_settled : num_settled]
-        self._num_settled = max(self._num_settled, num_settled)
-        self._shorten(text)
-        return settled
-
-    def _shorten(self, text: str) -> None:
-        """Drops tokens whose text is final, once enough are worth a decode."""
-        num_kept = _CONTEXT + self._num_run
-        if len(self._window) < 2 * _CONTEXT + self._num_run:
-            return
-        window = self._window[-num_kept:]
-        context = self._decode(window[: len(window) - self._num_run])
-        # Counted from the end: the first character may be cut, or lose a leading space.
-        num_settled = len(context) - (len(text) - self._num_settled)
-        if num_settled > 0:
-            self._window, self._num_settled = window, num_settled
-
-    def _match(self, settled: str, may_stop: bool) -> str:
-        """Returns the part of held and new text that may be shown; detects stop strings."""
-        text = self._held + settled
-        # An open run of byte tokens that is text so far can complete a stop string:
-        # nothing follows it then that could make the run invalid.
-        run = self._decode(self._window)[self._num_settled :] if self._num_run else ""
-        seen = text if run.endswith(_REPLACEMENT) else text + run
-        if not may_stop:
-            self._num_exempt = len(seen)
-        found = _first_stop(seen, self._stop_strings, self._num_exempt)
+    def _take(self, token_id: int, may_stop: bool) -> str:
+        """Takes a token and returns the text that may be shown; detects stop strings."""
+        found = self._shown.take(token_id, may_stop)
+        is_special = False
+        if self._whole is not None:
+            other = self._whole.take(token_id, may_stop)
+            if token_id in self._special_texts:
+                self._mark(token_id)
+            if other is not None and (found is None or other > found):
+                found, is_special = other, True
         if found is not None:
-            begin, self.stopped_by = found
-            end = begin + len(self.stopped_by)
-            return seen[: end if self._include_stop_str else begin]
-        num_held = _num_held(text, self._stop_strings)
-        num_shown = len(text) - num_held
-        self._held = text[num_shown:]
-        self._num_exempt = max(self._num_exempt - num_shown, 0)
-        return text[:num_shown]
+            self.stopped_by, self._is_over = found.stop, True
+            num_after = found.num_after + (0 if self._include_stop_str else len(found.stop))
+            return self._before(num_after) if is_special else _less(self._shown.seen, num_after)
+        return self._let_go()
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+    def _mark(self, token_id: int) -> None:
+        """Notes where a special token stands, which `_whole` has just taken."""
+        assert self._whole is not None
+        end, shown = len(self._whole.text), self._shown
+        begin = max(end - len(self._special_texts[token_id]), 0)
+        for place in (begin, end):
+            self._marks.append(_Mark(place, len(shown.text), shown.window.open_text()))
+
+    def _before(self, num_after: int) -> str:
+        """Returns the shown text before the last num_after characters of the whole one."""
+        assert self._whole is not None
+        place = len(self._whole.seen) - num_after
+        for mark in self._marks:
+            if mark.place >= place:
+                return _less(self._shown.text[: mark.num_shown] + mark.open, mark.place - place)
+        return _less(self._shown.seen, num_after)
+
+    def _let_go(self) -> str:
+        """Returns the text that begins no stop string."""
+        shown, whole = self._shown, self._whole
+        num_shown = len(shown.text) - shown.num_held()
+        if whole is not None:
+            place = len(whole.text) - whole.num_held()
+            most = len(shown.text) - (len(whole.text) - place)
+            for mark in self._marks[::-1]:
+                if mark.place >= place:
+                    most = mark.num_shown - (mark.place - place)
+            num_shown = max(min(num_shown, most), 0)
+            whole.let_go(place)
+            self._marks = [
+                mark._replace(place=mark.place - place, num_shown=mark.num_shown - num_shown)
+                for mark in self._marks
+                if mark.place >= place
+            ]
+        return shown.let_go(num_shown)
 
 
-def _first_stop(text: str, stop_strings: Sequence[str], num_exempt: int) -> tuple[int, str] | None:
-    """Returns the stop string that ends first, the longest on ties, and where it begins.
+class _Mark(NamedTuple):
+    """An end of a special token in the whole text, and what is shown of the text before it."""
 
-    Stop strings that end within the first num_exempt characters do not count.
+    place: int  # in `text` of the whole
+    num_shown: int  # characters of `text` of the shown
+    open: str  # follows them if nothing else does
+
+
+class _Found(NamedTuple):
+    """A stop string in a text; of two, the greater one ends first, or is longer."""
+
+    num_after: int  # characters of the text after it
+    size: int
+    stop: str
+
+
+class _Searched:
+    """A growing text in which stop strings are looked for.
+
+    Attributes:
+      text: what is final, and not let go because a stop string may begin in it.
+      seen: the same, with an open run of byte tokens that is text so far. Nothing follows a stop
+        string, so that it may end in such a run.
     """
-    found = [
-        (begin + len(stop), begin, stop)
-        for stop in stop_strings
-        if (begin := text.find(stop, max(num_exempt - len(stop) + 1, 0))) >= 0
-    ]
-    return min(found)[1:] if found else None
+
+    def __init__(self, window: TokenWindow, stop_strings: Sequence[str]):
+        self.window, self.stop_strings = window, stop_strings
+        self.text = self.seen = ""
+        self._num_exempt = 0  # characters of the text that end no stop string
+
+    def take(self, token_id: int, may_stop: bool) -> _Found | None:
+        """Adds a token and returns the first stop string that it completes."""
+        self.window.append([token_id])
+        self.text += self.window.settle()
+        self.seen = self.text + self.window.open_run()
+        if not may_stop:
+            self._num_exempt = len(self.seen)
+        found = []
+        for stop in self.stop_strings:
+            begin = self.seen.find(stop, max(self._num_exempt - len(stop) + 1, 0))
+            if begin >= 0:
+                found.append(_Found(len(self.seen) - begin - len(stop), len(stop), stop))
+        return max(found, default=None)
+
+    def num_held(self) -> int:
+        """Returns the length of the longest suffix of the text that begins a stop string."""
+        text = self.text
+        return max(
+            (
+                size
+                for stop in self.stop_strings
+                for size in range(1, min(len(stop), len(text) + 1))
+                if text.endswith(stop[:size])
+            ),
+            default=0,
+        )
+
+    def let_go(self, count: int) -> str:
+        """Returns the first characters of the text, which are not looked at again."""
+        gone, self.text = self.text[:count], self.text[count:]
+        self._num_exempt = max(self._num_exempt - count, 0)
+        return gone
 
 
-def _num_held(text: str, stop_strings: Sequence[str]) -> int:
-    """Returns the length of the longest suffix of text that begins a stop string."""
-    return max(
-        (
-            size
-            for stop in stop_strings
-            for size in range(1, min(len(stop), len(text) + 1))
-            if text.endswith(stop[:size])
-        ),
-        default=0,
-    )
+def _less(text: str, count: int) -> str:
+    """Returns text without its last characters."""
+    return text[: max(len(text) - count, 0)]

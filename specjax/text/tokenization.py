@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,15 @@ class Tokenizer:
         return None if self.eos_token is None else self.token_id(self.eos_token)
 
     @functools.cached_property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that decoding leaves out when it skips special tokens."""
+    def special_texts(self) -> dict[int, str]:
+        """Texts, by id, of the tokens that decoding leaves out when it skips special tokens."""
         added = self.backend.get_added_tokens_decoder()
-        return frozenset(i for i, token in added.items() if token.special)
+        return {i: token.content for i, token in added.items() if token.special}
+
+    @functools.cached_property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of the tokens that are added to the vocabulary, special ones among them."""
+        return frozenset(self.backend.get_added_tokens_decoder())
 
     @functools.cached_property
     def has_byte_fallback(self) -> bool:
@@ -164,16 +170,43 @@ class Tokenizer:
         }
         return chat_template.render(self.chat_template, messages, variables)
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text of ids; bytes that are not UTF-8 become U+FFFD."""
-        try:
-            return self.backend.decode(
-                [int(i) for i in ids], skip_special_tokens=skip_special_tokens
-            )
-        except BaseException as error:
-            if isinstance(error, TypeError) or not is_library_error(error):
-                raise
-            raise ValueError(_FAILED.format("decode these token ids", error)) from error
+    def decode(
+        self,
+        ids: Iterable[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
+        """Returns the text of ids; bytes that are not UTF-8 become U+FFFD.
+
+        Args:
+          skip_special_tokens: leaves them out.
+          spaces_between_special_tokens: False: no space where an added token follows another,
+            whatever the decoder puts there (that of WordPiece does). Without effect where special
+            tokens are left out.
+        """
+        ids = [int(i) for i in ids]
+        with _library_errors("decode these token ids"):
+            if skip_special_tokens or spaces_between_special_tokens:
+                return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            tokens = self._runs_joined(ids)
+            decoder = self.backend.decoder
+            return " ".join(tokens) if decoder is None else decoder.decode(tokens)
+
+    def _runs_joined(self, ids: list[int]) -> list[str]:
+        """Returns the tokens of ids, each run of added ones as one."""
+        tokens: list[str] = []
+        was_added = False
+        for token_id in ids:
+            token = self.backend.id_to_token(token_id)
+            if token is None:
+                continue
+            is_added = token_id in self.added_ids
+            if is_added and was_added:
+                tokens[-1] += token
+            else:
+                tokens.append(token)
+            was_added = is_added
+        return tokens
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
@@ -183,12 +216,19 @@ class Tokenizer:
                 f"the text has half of a surrogate pair at {error.start} ({text[error.start]!r}), "
                 "which is no character; remove it, or decode the text with errors='replace'."
             ) from None
-        try:
+        with _library_errors("encode this text"):
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except BaseException as error:
-            if isinstance(error, TypeError) or not is_library_error(error):
-                raise
-            raise ValueError(_FAILED.format("encode this text", error)) from error
+
+
+@contextlib.contextmanager
+def _library_errors(action: str) -> Iterator[None]:
+    """Context that turns errors of the library, panics included, into ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, TypeError) or not is_library_error(error):
+            raise
+        raise ValueError(_FAILED.format(action, error)) from error
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -21,7 +21,8 @@ EVERY_OPTION = shlex.split(
     "--presence-penalty 0.2 --frequency-penalty 0.3 --logit-bias 4=-1.5 --logit-bias 5=2 "
     "--bad-token-ids 1,2 --allowed-token-ids 3,4,5 --min-tokens 2 --max-tokens 7 "
     "--stop-token-ids 6 --stop one --stop two --seed 8 --n 2 --logprobs 1 --ignore-eos "
-    "--no-speculate --self-check --entropy"
+    "--no-speculate --self-check --entropy --include-stop-str-in-output --no-skip-special-tokens "
+    "--no-spaces-between-special-tokens"
 )
 
 
@@ -39,6 +40,13 @@ def test_every_sampling_parameter_has_an_option():
     assert given["logit_bias"] == {4: -1.5, 5: 2.0}
     assert given["stop"] == ["one", "two"]
     assert given["allowed_token_ids"] == [3, 4, 5]
+    assert given["include_stop_str_in_output"]
+    assert not given["skip_special_tokens"]
+    assert not given["spaces_between_special_tokens"]
+    document = {"skip_special_tokens": False, "include_stop_str_in_output": True}
+    assert sampling_arguments.from_json(document) == document
+    with pytest.raises(ValueError, match="skip_special_tokens is 0, expected true or false"):
+        sampling_arguments.from_json({"skip_special_tokens": 0})
 
 
 def test_options_not_given_leave_no_trace():

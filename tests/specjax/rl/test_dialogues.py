@@ -487,7 +487,8 @@ def test_the_environment_sees_the_last_turn_and_may_end_a_dialogue():
         text = [*PROMPTS[index], *np.asarray(batch.completion_ids)[index].tolist()]
         assert turn.dialogue_token_ids == text[: len(turn.dialogue_token_ids)]
         assert turn.dialogue_token_ids[-len(turn.token_ids) :] == turn.token_ids
-        assert turn.text == " ".join(f"w{token}" for token in turn.token_ids)
+        spoken = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
+        assert turn.text == "".join(f" w{token}" for token in spoken)
         assert turn.finish_reason in ("stop", "length")
         assert turn.stop_reason == (EOS if turn.finish_reason == "stop" else None)
     # Replies in text have no token that begins a text.

@@ -1,6 +1,7 @@
 """Incremental text against decoding everything at once."""
 
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -65,7 +66,34 @@ def _byte_fallback() -> Tokenizer:
     return Tokenizer(backend)
 
 
-TOKENIZERS = {"byte_level": _byte_level(), "byte_fallback": _byte_fallback()}
+def _metaspace() -> Tokenizer:
+    """As Llama-2 in transformers 5: the decoder drops the space of the first piece."""
+    pieces = [("<unk>", 0.0), ("\u2581", -4.0), *((letter, -3.0) for letter in "abt\u00e9\u4f60")]
+    pieces += [("\u2581a", -1.0), ("\u2581ab", -1.5), ("ab", -2.0)]
+    backend = tokenizers.Tokenizer(models.Unigram(pieces, 0, False))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    backend.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(backend)
+
+
+def _word_piece() -> Tokenizer:
+    """A space before each token but the first, added ones included."""
+    pieces = ["[UNK]", "a", "##a", "b", "##b", "t", "##t", "\u4f60", "ab", "##ab"]
+    model = models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]")
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    backend.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(backend)
+
+
+TOKENIZERS = {
+    "byte_level": _byte_level(),
+    "byte_fallback": _byte_fallback(),
+    "metaspace": _metaspace(),
+    "word_piece": _word_piece(),
+}
 BYTES = TOKENIZERS["byte_level"]
 
 
@@ -88,9 +116,9 @@ def _run(tokenizer: Tokenizer, calls, stop_strings=(), **options):
     return text, sum(piece.num_tokens_used for piece in fed), incremental.stopped_by
 
 
-def _expected(tokenizer: Tokenizer, ids: list[int], stop_strings, include=False):
+def _expected(tokenizer: Tokenizer, ids: list[int], stop_strings, include=False, prompt=()):
     """The law, by decoding everything for every prefix."""
-    text = tokenizer.decode(ids)
+    text = _added(tokenizer, [*prompt], ids)
     ends = sorted(
         (text.find(stop) + len(stop), -len(stop), stop) for stop in stop_strings if stop in text
     )
@@ -98,40 +126,109 @@ def _expected(tokenizer: Tokenizer, ids: list[int], stop_strings, include=False)
         return text, len(ids), None
     end, _, stop = ends[0]
     num_used = next(
-        n for n in range(len(ids) + 1) if tokenizer.decode(ids[:n]).startswith(text[:end])
+        n
+        for n in range(len(ids) + 1)
+        if _added(tokenizer, [*prompt], ids[:n]).startswith(text[:end])
     )
     return text[: end if include else end - len(stop)], num_used, stop
 
 
-@settings(max_examples=300, deadline=None)
-@given(data=st.data(), name=st.sampled_from(sorted(TOKENIZERS)), skip=st.booleans())
-def test_pieces_join_to_the_decoded_whole(data, name, skip):
+def _added(tokenizer: Tokenizer, prompt: list[int], ids: list[int], **options) -> str:
+    """The law: the text of prompt and ids, less what it has in common with the prompt's."""
+    before, whole = (tokenizer.decode(each, **options) for each in (prompt, [*prompt, *ids]))
+    return whole[len(os.path.commonprefix([before, whole])) :]  # noqa: RUF071
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    data=st.data(),
+    name=st.sampled_from(sorted(TOKENIZERS)),
+    skip=st.booleans(),
+    spaces=st.booleans(),
+)
+def test_pieces_join_to_what_they_add_to_the_text_of_their_prompt(data, name, skip, spaces):
     """Any ids at all: invalid UTF-8, special tokens, ids outside the vocabulary."""
     tokenizer = TOKENIZERS[name]
-    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size), max_size=60))
-    calls = _calls(ids, data.draw(st.lists(st.integers(0, 60), max_size=60)))
-    text, num_used, stopped_by = _run(tokenizer, calls, skip_special_tokens=skip)
-    assert text == tokenizer.decode(ids, skip_special_tokens=skip)
+    any_ids = st.lists(st.integers(0, tokenizer.vocab_size), max_size=40)
+    prompt, ids = data.draw(any_ids), data.draw(any_ids)
+    calls = _calls(ids, data.draw(st.lists(st.integers(0, 40), max_size=40)))
+    options = dict(skip_special_tokens=skip, spaces_between_special_tokens=spaces)
+    text, num_used, stopped_by = _run(tokenizer, calls, prompt_token_ids=prompt, **options)
+    assert text == _added(tokenizer, prompt, ids, **options)
     assert (num_used, stopped_by) == (len(ids), None)
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.parametrize("name", sorted(TOKENIZERS))
+def test_prompt_and_text_are_the_text_of_all_tokens(name):
+    tokenizer = TOKENIZERS[name]
+    for prompt, more in (
+        ("ab", " ab a"),
+        ("ab", "ab"),
+        ("a b", " "),
+        ("ab ", "a"),
+        ("\u4f60", "b"),
+    ):
+        before, ids = tokenizer.encode(prompt), tokenizer.encode("x" + prompt + more)
+        ids = ids[len(tokenizer.encode("x" + prompt)) :]
+        text, _, _ = _run(tokenizer, [[i] for i in ids], prompt_token_ids=before)
+        assert tokenizer.decode(before) + text == tokenizer.decode([*before, *ids])
+
+
+def test_a_first_word_keeps_its_space_and_a_stop_string_that_begins_with_it_matches():
+    for name, word in (
+        ("byte_fallback", "\u2581ab"),
+        ("metaspace", "\u2581ab"),
+        ("word_piece", "ab"),
+    ):
+        tokenizer = TOKENIZERS[name]
+        prompt, ab = tokenizer.encode("a"), tokenizer.token_id(word)
+        assert _run(tokenizer, [[ab]], prompt_token_ids=prompt) == (" ab", 1, None), name
+        stopped = _run(tokenizer, [[ab], [ab]], [" ab"], prompt_token_ids=prompt)
+        assert stopped == ("", 1, " ab"), name
+        # A prompt without text is no context: a first word has no space then.
+        nothing = [tokenizer.token_id("<s>")] * 9
+        assert _run(tokenizer, [[ab]], prompt_token_ids=nothing) == ("ab", 1, None), name
+
+
+def test_a_prompt_that_ends_within_a_character():
+    face, you = _bytes_of("\U0001f600"), _bytes_of("\u4f60")
+    fallback = [TOKENIZERS["byte_fallback"].token_id(f"<0x{b:02X}>") for b in "\u4f60".encode()]
+    right = {
+        "completed": (BYTES, face[:3], [*face[3:], *_bytes_of("a")], "\U0001f600a"),
+        "after one token": (BYTES, face[:1], face[1:], "\U0001f600"),
+        "left unfinished": (BYTES, face[:3], _bytes_of("a"), "a"),
+        "another begins": (BYTES, face[:3], you, "\u4f60"),
+        "never finished": (BYTES, you[:1], you[1:2], ""),
+        "byte tokens": (TOKENIZERS["byte_fallback"], fallback[:2], fallback[2:], "\u4f60"),
+        "byte tokens, done": (TOKENIZERS["byte_fallback"], fallback, fallback, "\u4f60"),
+    }
+    for case, (tokenizer, prompt, ids, text) in right.items():
+        for calls in ([ids], [[i] for i in ids]):
+            assert _run(tokenizer, calls, prompt_token_ids=prompt)[0] == text, case
+            stopped = _run(tokenizer, calls, ["never"], prompt_token_ids=prompt)
+            assert stopped[0] == text, case
+
+
+@settings(max_examples=100, deadline=None)
 @given(
     data=st.data(),
     name=st.sampled_from(sorted(TOKENIZERS)),
     text=st.text(ALPHABET, max_size=40),
     stops=st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=3),
     include=st.booleans(),
+    num_prompt=st.integers(0, 8),
 )
-def test_text_ends_at_the_first_stop_string(data, name, text, stops, include):
+def test_text_ends_at_the_first_stop_string(data, name, text, stops, include, num_prompt):
     tokenizer = TOKENIZERS[name]
     ids = tokenizer.encode(text)
+    prompt, ids = ids[:num_prompt], ids[num_prompt:]
     calls = _calls(ids, data.draw(st.lists(st.integers(0, 60), max_size=60)))
-    expected = _expected(tokenizer, ids, stops, include)
-    assert _run(tokenizer, calls, stops, include_stop_str=include) == expected
+    expected = _expected(tokenizer, ids, stops, include, prompt)
+    run = _run(tokenizer, calls, stops, include_stop_str=include, prompt_token_ids=prompt)
+    assert run == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     ids=st.lists(st.integers(0, BYTES.vocab_size), max_size=40),
     stops=st.lists(st.text(ALPHABET, min_size=1, max_size=2), min_size=1, max_size=3),
@@ -141,7 +238,7 @@ def test_stop_strings_among_invalid_bytes(ids, stops):
     assert _run(BYTES, [ids], stops) == _expected(BYTES, ids, stops)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     text=st.text("ab\u4f60", max_size=30),
     stops=st.lists(st.text("ab\u4f60", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -244,7 +341,7 @@ def _expected_after(tokenizer: Tokenizer, ids: list[int], stops, num_exempt: int
     return text[: min(ends)[1]] if ends else text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from(sorted(TOKENIZERS)),
     text=st.text("ab\u4f60\n", max_size=20),
@@ -280,6 +377,104 @@ def test_include_stop_string():
     assert _run(BYTES, [_bytes_of("a. b")], ["."], include_stop_str=True)[0] == "a."
 
 
+def _expected_with_special(tokenizer, prompt, ids, stops, include=False):
+    """The law of stop strings that hold a special token, by decoding everything for each prefix."""
+    whole = [_added(tokenizer, prompt, ids[:n], skip_special_tokens=False) for n in _upto(ids)]
+    shown = [_added(tokenizer, prompt, ids[:n]) for n in _upto(ids)]
+    special = tokenizer.special_texts.values()
+    for n in _upto(ids):
+        found = []
+        for stop in stops:
+            is_special = any(text in stop for text in special)
+            text = whole[n] if is_special else shown[n]
+            if stop in text:
+                begin = text.index(stop)
+                found.append((len(text) - begin - len(stop), len(stop), stop, begin, is_special))
+        if found:
+            num_after, size, stop, begin, is_special = max(found)
+            if include or not is_special:
+                end = len(shown[n]) - num_after
+                return shown[n][: end if include else end - size], n, stop
+            before = max(m for m in _upto(ids) if len(whole[m]) <= begin)
+            return shown[before] + whole[n][len(whole[before]) : begin], n, stop
+    return shown[-1], len(ids), None
+
+
+def _upto(ids: list[int]) -> range:
+    return range(len(ids) + 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    name=st.sampled_from(["byte_level", "byte_fallback", "metaspace"]),
+    texts=st.lists(st.sampled_from(["</s>", "<s>", "a", "b", "ab ", " a", "\u4f60"]), max_size=14),
+    stops=st.lists(
+        st.sampled_from(
+            ["</s>", "<s>", "</s>a", "a</s>", "</s><s>", "</s>ab", "b<s>a", "ab", "aa"]
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    num_prompt=st.integers(0, 4),
+    include=st.booleans(),
+)
+def test_a_stop_string_with_a_special_token(name, texts, stops, num_prompt, include):
+    tokenizer = TOKENIZERS[name]
+    ids = [i for text in texts for i in tokenizer.encode(text)]
+    prompt, ids = ids[:num_prompt], ids[num_prompt:]
+    expected = _expected_with_special(tokenizer, prompt, ids, stops, include)
+    for calls in ([ids], [[i] for i in ids]):
+        run = _run(tokenizer, calls, stops, include_stop_str=include, prompt_token_ids=prompt)
+        assert run == expected
+
+
+def test_where_a_stop_string_with_a_special_token_ends_the_text():
+    eos, bos = (BYTES.token_id(text) for text in ("</s>", "<s>"))
+    a, b, x = (_bytes_of(letter)[0] for letter in "abx")
+    right = {
+        "the token itself": (["</s>"], [a, eos, b], ("a", 2)),
+        "it begins with one": (["<s>ab"], [x, bos, a, b, x], ("x", 4)),
+        "it ends in one": (["xa</s>"], [b, x, a, eos], ("b", 4)),
+        "between": (["a</s>b"], [x, a, eos, b], ("x", 4)),
+        "two in a row": (["</s><s>"], [a, eos, bos, eos], ("a", 3)),
+        "another does not complete it": (["<s>ab"], [bos, a, x, eos, b], ("axb", 5)),
+        "a plain one over a special": (["ab", "</s>x"], [x, a, eos, b], ("x", 4)),
+        "what ends first": (["<s>ab", "a"], [bos, a, b], ("", 2)),
+        "spelt in letters": (["</s>"], [x, *_bytes_of("</s>")], ("x", 5)),
+        "within a character": (["</s>"], [*_bytes_of("\u4f60")[:2], eos, a], ("\ufffd", 3)),
+    }
+    for case, (stops, ids, expected) in right.items():
+        assert _run(BYTES, [[i] for i in ids], stops)[:2] == expected, case
+        assert _run(BYTES, [ids], stops)[:2] == expected, case
+    # What is shown before it completes stays.
+    incremental = IncrementalText(BYTES, ["</s>ab"])
+    assert [incremental.feed(i).text for i in [x, eos, a, x]] == ["x", "", "", "ax"]
+    assert _run(BYTES, [[x, bos, a, b]], ["<s>a"], include_stop_str=True)[:2] == ("xa", 3)
+    kept = _run(BYTES, [[x, bos, a, b]], ["<s>a"], skip_special_tokens=False)
+    assert kept == ("x", 3, "<s>a")
+    early = IncrementalText(BYTES, ["</s>"])
+    assert early.feed([a, eos], may_stop=False) == Fed("a", 2, None)
+    assert early.feed([b, eos]) == Fed("b", 2, "</s>")
+
+
+def test_special_tokens_are_kept_and_spaced_as_asked():
+    tokenizer = TOKENIZERS["word_piece"]
+    bos, eos, a = (tokenizer.token_id(text) for text in ("<s>", "</s>", "a"))
+    ids = [a, bos, eos, a, eos]
+    options = dict(skip_special_tokens=False)
+    assert tokenizer.decode(ids) == "a a"
+    assert tokenizer.decode(ids, **options) == "a <s> </s> a </s>"
+    options["spaces_between_special_tokens"] = False
+    assert tokenizer.decode(ids, **options) == "a <s></s> a </s>"
+    assert _run(tokenizer, [[i] for i in ids], **options)[0] == "a <s></s> a </s>"
+    # The prompt's last token is one of the run.
+    assert _run(tokenizer, [[eos]], prompt_token_ids=[a, bos], **options)[0] == "</s>"
+    assert tokenizer.decode(ids, spaces_between_special_tokens=False) == "a a"
+    joined = Tokenizer(tokenizers.Tokenizer(tokenizer.backend.model))  # no decoder: joined by " "
+    joined.backend.add_special_tokens(["<s>", "</s>"])
+    assert joined.decode([*ids, 99], **options) == "a <s></s> a </s>"
+
+
 def test_byte_tokens_stop_at_once():
     """A newline of a SentencePiece model is a byte token, whose run is still open."""
     tokenizer = TOKENIZERS["byte_fallback"]
@@ -296,7 +491,9 @@ def test_special_tokens_do_not_reach_the_text(tokenizer):
     assert "</s>" in shown
 
 
-def test_a_special_token_inside_a_character(tokenizer):
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_a_special_token_inside_a_character(name):
+    tokenizer = TOKENIZERS[name]
     eos = tokenizer.token_id("</s>")
     if tokenizer is BYTES:
         first, *rest = _bytes_of("\u4f60")

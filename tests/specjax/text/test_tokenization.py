@@ -65,7 +65,7 @@ def test_special_tokens_are_strings_or_objects(folder):
     tokenizer = Tokenizer.from_folder(folder)
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
     assert tokenizer.eos_token_id == 257
-    assert tokenizer.special_ids == {256, 257, 258}
+    assert set(tokenizer.special_texts) == {256, 257, 258}
     assert tokenizer.vocab_size == len(tokenizer.vocabulary()) == 259
 
 
