@@ -158,8 +158,12 @@ def _config_json(model: Model, dtype: str) -> Json:
     # Of these layers no weights are written.
     raw |= {"num_nextn_predict_layers": 0} if raw.get("num_nextn_predict_layers") else {}
     raw |= {"torch_dtype": dtype, "eos_token_id": _eos(model.config)}
-    # It may have been loaded from files in int8.
-    return {key: value for key, value in raw.items() if key not in ("dtype", int8_config.KEY)}
+    # It may have been loaded from files in int8, whose key has an old name too.
+    return {
+        key: value
+        for key, value in raw.items()
+        if key not in ("dtype", int8_config.KEY, int8_config.OLD_KEY)
+    }
 
 
 def _eos(config: ModelConfig) -> int | list[int] | None:
@@ -190,7 +194,10 @@ def _write_generation_config(new: Path, model: Model) -> None:
     config, raw = model.config, {}
     if model.folder is not None and _published(model) is not None:
         path = find_file(Path(model.folder), GENERATION)
-        if path is not None and read_config(model.folder) == (config, model.generation_defaults):
+        said, defaults = read_config(model.folder)
+        # The ids that end a text may be the tokenizer's.
+        said = dataclasses.replace(said, eos_token_ids=config.eos_token_ids)
+        if path is not None and (said, defaults) == (config, model.generation_defaults):
             raw = read_json(path)
     if not raw:
         raw = {"bos_token_id": config.bos_token_id, **model.generation_defaults}

@@ -22,7 +22,7 @@ from specjax.models.base import Json, ModelConfig, Params
 from specjax.models.config_values import MAX_LAYERS, flag, is_int, number, rope, shown, size
 from specjax.models.head_parts import HeadConfig
 from specjax.models.loading import warn_of_activations
-from specjax.models.weight_files import open_folder, open_weights
+from specjax.models.weight_files import open_folder
 from specjax.runtime.model_files import find_file, read_json
 
 Tensors = Mapping[str, np.ndarray]
@@ -87,10 +87,7 @@ def open_head(folder: Path, kind: str, own_names: Sequence[str] = ()) -> Head:
 
 def open_tensors(folder: Path, own_names: Sequence[str] = ()) -> Tensors:
     """Returns the tensors of a folder; arguments and errors as of `open_head`."""
-    for name in own_names:
-        if path := find_file(folder, name):
-            return open_weights(path)
-    return open_folder(folder)
+    return open_folder(folder, own_names)
 
 
 @contextlib.contextmanager

@@ -208,6 +208,6 @@ def kind_in(folder: Path) -> HeadKind | None:
 def _tensor_names(folder: Path) -> Collection[str]:
     """Returns the names of the tensors in a folder; none where its files cannot be read."""
     try:
-        return open_folder(folder).keys()
+        return open_folder(folder, compares=False).keys()
     except (OSError, ValueError):
         return ()

@@ -15,12 +15,11 @@ from specjax.drafters.head_files import open_tensors
 from specjax.drafters.newest_state_files import MEDUSA_FILES
 from specjax.drafters.other_vocabulary import recoding
 from specjax.models.base import Model, ModelConfig
-from specjax.models.hf_config import read_config
 from specjax.models.int8_reading import Int8Matrix, stored_parts
-from specjax.models.loading import check_tensors, resolve_folder
-from specjax.models.weight_files import open_folder
+from specjax.models.loading import resolve_folder
+from specjax.models.opened_folders import open_model
+from specjax.models.tensor_checks import check_tensors
 from specjax.paged import kv_cache
-from specjax.text.tokenization import Tokenizer
 
 
 def inspect(
@@ -50,10 +49,10 @@ def inspect(
         return found | _of_head(folder, kind, of_target, aux_layer_ids)
     if aux_layer_ids is not None:
         raise ValueError(f"{aux_layer_ids=} is for a head over a target; leave it out.")
-    found |= _of_model(folder, of_target)
+    of_model, notes = _of_model(folder, of_target)
     if kind is not None:
-        found["notes"] = [f"has a layer that drafts for the model itself: method {kind.method!r}"]
-    return found
+        notes.append(f"has a layer that drafts for the model itself: method {kind.method!r}")
+    return found | of_model | ({"notes": notes} if notes else {})
 
 
 def _is_within_model(folder: Path, kind: heads.HeadKind) -> bool:
@@ -67,16 +66,12 @@ def _target_in(folder: Path) -> Model:
             f"the target {folder} holds a head of method {kind.method!r}, which drafts for another "
             "model; name the model."
         )
-    return _without_weights(folder)
+    return open_model(folder, folder.name)[0]
 
 
-def _without_weights(folder: Path) -> Model:
-    config, _ = read_config(folder)
-    return Model(config, {}, Tokenizer.from_folder(folder), folder.name)
-
-
-def _of_model(folder: Path, target: Model | None) -> dict[str, Any]:
-    model, tensors = _without_weights(folder), open_folder(folder)
+def _of_model(folder: Path, target: Model | None) -> tuple[dict[str, Any], list[str]]:
+    """Returns what is said of a model, and notes."""
+    model, tensors, notes = open_model(folder, folder.name)
     config, tokenizer = model.config, model.tokenizer
     check_tensors(folder, config, tensors)
     found = {
@@ -97,7 +92,7 @@ def _of_model(folder: Path, target: Model | None) -> dict[str, Any]:
         count = target.config.vocab_size if by is None else by.num_said
         found |= {"target": target.name, "drafts_tokens": count}
         found["of_target_tokens"] = target.config.vocab_size
-    return found
+    return found, [*notes]
 
 
 def _of_head(

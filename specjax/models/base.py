@@ -71,9 +71,9 @@ class ModelConfig:
     `eos_token_ids`, `mask_token_id`, and what is static about attention: `attention_scale`,
     `layer_windows` and `attention_softcap`. `blocks.rotary_tables` reads `rope` and `layer_ropes`;
     `blocks.head` reads `logits_softcap` and `logits_divisor`. All other fields have an effect only
-    where the code of the family reads them: `norm_eps`, `tie_word_embeddings`, the biases,
-    `qk_norm`, `embedding_multiplier` and `residual_multiplier`. A family leaves those that it does
-    not have at their defaults.
+    where the code of the family reads them: `norm_eps`, `tie_word_embeddings`, `activation`, the
+    biases, `qk_norm`, `embedding_multiplier` and `residual_multiplier`. A family leaves those that
+    it does not have at their defaults.
     """
 
     architecture: str  # the name of its Family: "llama", "gpt2", or a registered one
@@ -89,6 +89,8 @@ class ModelConfig:
     norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
     tie_word_embeddings: bool = False
+    # Of the MLP, a name in `blocks.ACTIVATIONS`; None: the family's usual one.
+    activation: str | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False

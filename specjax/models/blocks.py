@@ -56,6 +56,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 
 

@@ -11,6 +11,7 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
+from specjax.models import two_places
 from specjax.models.base import Json, RopeConfig
 
 MAX_LAYERS = 4096
@@ -24,7 +25,7 @@ def rope(
     *,
     default_theta: float = 10000.0,
 ) -> RopeConfig:
-    """Returns the rope of `rope_parameters` (5.x), or of `rope_scaling` and `rope_theta` (4.x).
+    """Returns the rope of `rope_scaling` and `rope_theta` (4.x), or of `rope_parameters` (5.x).
 
     Args:
       max_positions: for the forms that fall back on it.
@@ -33,19 +34,11 @@ def rope(
         one rope holds for every type. None: a family whose layers all rotate alike.
       default_theta: used if the config has no rope_theta.
     """
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise ValueError(f"rope_parameters={shown(scaling)} must be an object.")
-    if any(isinstance(value, dict) for value in scaling.values()):
-        scaling = _of_layer_type(scaling, layer_type)
-    kind = scaling.get("rope_type", scaling.get("type")) or "default"
-    holder = raw if scaling.get("rope_theta") is None else scaling
+    scaling = two_places.rope_object(raw, layer_type)
+    kind = two_places.rope_type(scaling)
     # Frequencies are powers of theta, and yarn divides by its logarithm.
-    theta = number(holder, "rope_theta", default_theta, above=1.0)
-    partial = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1.0):
-        raise ValueError(f"partial_rotary_factor={shown(partial)} is not supported; expected 1.0.")
-    original = size(scaling, "original_max_position_embeddings", max_positions)
+    theta = number(scaling, two_places.THETA, default_theta, above=1.0)
+    original = size(scaling, two_places.ORIGINAL, max_positions)
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind == "linear":
@@ -90,19 +83,18 @@ def rope(
     )
 
 
-def _of_layer_type(by_type: Json, layer_type: str | None) -> Json:
-    """Returns the rope parameters of a layer type."""
-    if layer_type is None:
-        raise ValueError(
-            f"rope_parameters per layer type ({', '.join(by_type)}) are not supported; "
-            "expected one set for all layers."
-        )
-    own = by_type.get(layer_type)
-    if not isinstance(own, dict):
-        raise ValueError(
-            f"rope_parameters has {', '.join(by_type)} and no object {layer_type!r}; add it."
-        )
-    return own
+def rope_context(raw: Json, own: RopeConfig, max_positions: int) -> int:
+    """Returns the most tokens of a text whose rope stretches, at least `max_positions`.
+
+    yarn: the original length times the factor. linear: the same, where no original length is said
+    `max_positions` times the factor, as vLLM has it. Others say it in max_position_embeddings.
+    """
+    if own.kind not in ("linear", "yarn"):
+        return max_positions
+    original = own.original_max_position_embeddings
+    if own.kind == "linear":
+        original = size(raw, two_places.ORIGINAL, max_positions)
+    return min(max(max_positions, int(original * own.factor)), MAX_SIZE)
 
 
 def _yarn_attention_factor(scaling: Json, factor: float) -> float | None:
@@ -129,7 +121,6 @@ def layer_windows(
       default_window: in tokens, used if the config has no sliding_window.
     """
     num_layers = len(implied_types)
-    window = raw.get("sliding_window", default_window)
     types = raw.get("layer_types") or list(implied_types)
     if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
         raise ValueError(f"layer_types={shown(types)} must be a list of names.")
@@ -141,6 +132,7 @@ def layer_windows(
         )
     if "sliding_attention" not in types:
         return ()
+    window = raw.get("sliding_window", default_window)
     if not is_int(window) or not 1 <= window <= MAX_SIZE:
         raise ValueError(
             f"layers slide but sliding_window={shown(window)}; expected a positive number of "

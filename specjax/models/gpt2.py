@@ -1,8 +1,10 @@
-"""GPT-2 and GPTBigCode: learned positions, LayerNorm, a GELU MLP, biases everywhere, a tied head.
+"""GPT-2 and GPTBigCode: learned positions, LayerNorm, a GELU MLP, biases everywhere.
+
+The head is the embedding, or has a matrix of its own. `activation` None is the tanh form of GELU.
 
 Matrices are [out, in], like those of every other model and in files of GPTBigCode; files of GPT-2
 store them [in, out]. All heads of GPTBigCode share one key head (multi-query attention, Shazeer
-2019); Granite 20B and 34B Code and StarCoder are of this family.
+2019); Granite 20B and 34B Code, with the exact GELU, and StarCoder are of this family.
 `post_attention_norm` is the norm before the MLP, as in the Llama skeleton.
 """
 
@@ -16,7 +18,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from specjax.models import blocks, unparsing, weights
+from specjax.models import blocks, two_places, unparsing, weights
 from specjax.models.base import (
     Attend,
     Family,
@@ -42,6 +44,22 @@ from specjax.models.layers import layer_norm, linear
 from specjax.models.weights import Axes, Source, Weight, matrix, vector
 
 BIG_CODE = "gpt_bigcode"
+_USUAL = "gelu_tanh"
+# Names of transformers that differ in rounding alone.
+_ACTIVATIONS = {
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh"), _USUAL),
+    **dict.fromkeys(("gelu_fast", "gelu_accurate"), _USUAL),
+    "quick_gelu": "quick_gelu",
+}
+# What transformers reads under other names too.
+_OTHER_NAMES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "intermediate_size": "n_inner",
+}
 
 
 def forward(
@@ -72,6 +90,7 @@ def forward(
     last = params["embed_positions"].shape[0] - 1
     x = embed_tokens(params, config, token_ids, tensor_axis)
     x = x + params["embed_positions"][jnp.minimum(positions, last)]
+    activate = blocks.ACTIVATIONS[config.activation or _USUAL]
     new_caches = []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         tapped.see(index, x)
@@ -82,7 +101,7 @@ def forward(
         new_caches.append(cache)
         x = add(x, mixed, layer, "o_proj")
         normed = norm(x, layer, "post_attention_norm")
-        widened = blocks.ACTIVATIONS["gelu_tanh"](blocks.project(normed, layer, "up_proj"))
+        widened = activate(blocks.project(normed, layer, "up_proj"))
         x = add(x, widened, layer, "down_proj")
     tapped.see(config.num_layers, x)
     return tapped.results(norm(x, params, "norm"), tuple(new_caches))
@@ -91,8 +110,9 @@ def forward(
 def logits(
     params: Params, config: ModelConfig, hidden: Array, tensor_axis: MeshAxes | None = None
 ) -> Array:
-    """Returns f32[..., vocab]; the head is the embedding."""
-    return blocks.head(hidden, params["embed_tokens"], config, tensor_axis)
+    """Returns f32[..., vocab]; a tied head is the embedding."""
+    name = "embed_tokens" if config.tie_word_embeddings else "lm_head"
+    return blocks.head(hidden, params[name], config, tensor_axis)
 
 
 def init(
@@ -117,21 +137,25 @@ def axes(config: ModelConfig) -> Any:
 
 
 def work(config: ModelConfig, num_weights: int) -> ForwardWork:
-    """Returns the work of a forward; positions are only looked up, the embedding is the head."""
-    table = config.max_position_embeddings * config.hidden_size
-    return blocks.dense_work(config, num_weights, table)
+    """Returns the work of a forward; positions and an untied embedding are only looked up."""
+    rows = config.max_position_embeddings
+    rows += 0 if config.tie_word_embeddings else config.vocab_size
+    return blocks.dense_work(config, num_weights, rows * config.hidden_size)
 
 
 def _weights(config: ModelConfig, prefix: str = "") -> dict[str, Any]:
     """Returns a Weight per leaf."""
     d, vocab, positions = config.hidden_size, config.vocab_size, config.max_position_embeddings
     layers = range(config.num_layers)
-    return {
+    params = {
         "embed_tokens": matrix(f"{prefix}wte.weight", (vocab, d), ("vocab", "embed")),
         "embed_positions": matrix(f"{prefix}wpe.weight", (positions, d), (None, "embed")),
         "layers": tuple(_layer_weights(config, f"{prefix}h.{index}.") for index in layers),
         **_norm("norm", f"{prefix}ln_f", d),
     }
+    if not config.tie_word_embeddings:
+        params["lm_head"] = matrix("lm_head.weight", (vocab, d), ("vocab", "embed"))
+    return params
 
 
 def _layer_weights(config: ModelConfig, prefix: str) -> dict[str, Weight]:
@@ -171,14 +195,17 @@ def _norm(key: str, name: str, size: int) -> dict[str, Weight]:
 
 def parse(raw: Json) -> ModelConfig:
     """Returns the ModelConfig of a config.json."""
+    raw = two_places.by_one_name(raw, _OTHER_NAMES)
+    if raw.get("n_ctx") not in (None, raw.get("n_positions")):
+        two_places.warn("n_ctx beside another n_positions", "n_positions is used")
     is_of_big_code = raw.get("model_type") == BIG_CODE
-    tanh_gelu = ("gelu_new", "gelu_pytorch_tanh")
-    require(raw, "activation_function", tanh_gelu, tanh_gelu[is_of_big_code])
+    require(raw, "activation_function", (*_ACTIVATIONS, None), None)
+    activation = _ACTIVATIONS.get(raw.get("activation_function") or "", _USUAL)
     if is_of_big_code:
         # Without it, the rows of c_attn are in another order.
         require(raw, "multi_query", (True,), True)
+        require(raw, "num_key_value_heads", (1, None), None)
     require(raw, "scale_attn_by_inverse_layer_idx", (False,), False)
-    require(raw, "tie_word_embeddings", (True,), True)
     hidden_size, num_heads = size(raw, "n_embd"), size(raw, "n_head")
     vocab_size = size(raw, "vocab_size")
     return ModelConfig(
@@ -193,7 +220,8 @@ def parse(raw: Json) -> ModelConfig:
         head_dim=divide(hidden_size, num_heads),
         max_position_embeddings=size(raw, "n_positions"),
         norm_eps=number(raw, "layer_norm_epsilon", 1e-5, most=1.0),
-        tie_word_embeddings=True,
+        tie_word_embeddings=flag(raw, "tie_word_embeddings", True),
+        activation=None if activation == _USUAL else activation,
         qkv_bias=True,
         o_bias=True,
         mlp_bias=True,

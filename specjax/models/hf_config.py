@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax.config.sampling import SamplingParams
 from specjax.models import int8_config
@@ -13,10 +15,19 @@ from specjax.models.config_values import MAX_LAYERS as MAX_LAYERS
 from specjax.models.config_values import MAX_SIZE as MAX_SIZE
 from specjax.models.config_values import flag, shown, token_id, token_ids
 from specjax.models.families import class_names, family_of_type
+from specjax.models.unread_keys import Reading, unread, unread_in_generation
+from specjax.models.weight_files import ADAPTER, adapter_hint
 from specjax.runtime.model_files import find_file, is_of_orbax, read_json
 
 # Names of the mask token of a parallel draft model, PARD's own first.
 MASK_KEYS = "pard_token", "ptd_token_id"
+# Classes that are language models, by a name that is unknown: `model_type` says which, and the
+# tensors must be those. Classifiers and heads over a target have other names.
+_MAY_BE_MODEL = re.compile(
+    r"(?!.*(eagle|medusa|speculator|dflash|dspark|draft|mtp|reward|value|embedding))"
+    r"\w*(ForCausalLM|LMHeadModel|Model)",
+    re.IGNORECASE,
+).fullmatch
 SAMPLING_KEYS = (
     "do_sample",
     "temperature",
@@ -29,8 +40,21 @@ SAMPLING_KEYS = (
 )
 
 
+class FolderConfig(NamedTuple):
+    """What the JSON files of a folder say, and what they say that is not used."""
+
+    config: ModelConfig
+    generation_defaults: dict[str, Any]
+    notes: tuple[str, ...]
+
+
 def read_config(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
-    """Returns a folder's config and its sampling defaults.
+    """Returns a folder's config and its sampling defaults; errors as of `read_folder`."""
+    return read_folder(folder)[:2]
+
+
+def read_folder(folder: str | Path) -> FolderConfig:
+    """Returns a folder's config, its sampling defaults, and notes on what is not used.
 
     `eos_token_id` of generation_config.json overrides the one of config.json.
 
@@ -42,31 +66,79 @@ def read_config(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
     folder = Path(folder)
     path = find_file(folder, "config.json")
     if path is None:
-        if is_of_orbax(folder):
-            raise FileNotFoundError(
-                f"{folder} holds no config.json but an Orbax checkpoint; load it with "
-                "specjax.load_orbax."
-            )
-        raise FileNotFoundError(
-            f"{folder} holds no config.json; give a folder in Hugging Face format "
-            "(config.json and model.safetensors, as save_pretrained writes)."
-        )
-    raw = read_json(path)
+        raise _without_config(folder)
+    raw = Reading(read_json(path))
     try:
         config = parse_config(raw)
     except ValueError as error:
         raise ValueError(f"{path}: {error!s:.1000}") from error
+    notes = []
+    if left := unread(raw, raw.asked):
+        notes.append(_unused(path, left, f"a {config.family} model"))
     generation_path = find_file(folder, "generation_config.json")
     if generation_path is None:
-        return config, {}
+        return FolderConfig(config, {}, tuple(notes))
     generation = read_json(generation_path)
+    context = config.max_position_embeddings
+    if left := unread_in_generation(generation, (*SAMPLING_KEYS, "eos_token_id"), context):
+        notes.append(_unused(generation_path, left, "specjax"))
     try:
         if generation.get("eos_token_id") is not None:
             eos = token_ids(generation, config.vocab_size)
+            if over := sorted({*config.eos_token_ids} - {*eos}):
+                notes.append(
+                    f"{path} says eos_token_id={over}, and {generation_path.name} {list(eos)}: the "
+                    "latter alone end a text."
+                )
             config = dataclasses.replace(config, eos_token_ids=eos)
-        return config, sampling_defaults(generation)
+        return FolderConfig(config, sampling_defaults(generation), tuple(notes))
     except ValueError as error:
         raise ValueError(f"{generation_path}: {error!s:.1000}") from error
+
+
+def _unused(path: Path, keys: Sequence[str], reader: str) -> str:
+    return (
+        f"{path} has keys that {reader} does not read: {', '.join(keys)[:600]}. They are not used."
+    )
+
+
+def _without_config(folder: Path) -> FileNotFoundError:
+    """Returns the error for a folder without config.json."""
+    if is_of_orbax(folder):
+        return FileNotFoundError(
+            f"{folder} holds no config.json but an Orbax checkpoint; load it with "
+            "specjax.load_orbax."
+        )
+    if find_file(folder, ADAPTER) is not None:
+        return FileNotFoundError(adapter_hint(folder))
+    return FileNotFoundError(
+        f"{folder} holds no config.json; give a folder in Hugging Face format "
+        "(config.json and model.safetensors, as save_pretrained writes)."
+    )
+
+
+def with_eos_of(config: ModelConfig, tokenizer: Any) -> tuple[ModelConfig, str | None]:
+    """Returns a config whose texts end at its tokenizer's eos_token too, as those of vLLM do.
+
+    Args:
+      tokenizer: specjax.text.tokenization.Tokenizer, or None.
+
+    Returns:
+      The config, and a note where the model has no such token.
+    """
+    if tokenizer is None:
+        return config, None
+    own = tokenizer.eos_token_id
+    if own is None or own in config.eos_token_ids:
+        return config, None
+    if own >= config.vocab_size:
+        note = (
+            f"the tokenizer's eos_token {tokenizer.eos_token!r:.50} is token {own}, and the model "
+            f"has {config.vocab_size} tokens: it ends no text. The tokenizer may be of another "
+            "model."
+        )
+        return config, note
+    return dataclasses.replace(config, eos_token_ids=(*config.eos_token_ids, own)), None
 
 
 def sampling_defaults(generation: Json) -> dict[str, Any]:
@@ -124,15 +196,18 @@ def _model_type(raw: Json) -> str:
         raise ValueError(f"architectures={shown(architectures)} must be a list of names.")
     known = class_names()
     supported = ", ".join(f"{key} ({name})" for key, name in known.items())
-    by_class = {name: key for key, name in known.items()}
-    model_type = raw.get("model_type") or by_class.get((architectures or [None])[0])
+    # Older exports spell classes in other capitals.
+    by_class = {name.lower(): key for key, name in known.items()}
+    classes = [name.lower() for name in architectures]
+    model_type = raw.get("model_type") or by_class.get((classes or [""])[0])
     if not isinstance(model_type, str) or model_type not in known:
         raise ValueError(
             f"model_type={shown(model_type)} with architectures={shown(architectures)} is not "
             f"supported; expected one of {supported}. A program adds a family of its own with "
             "specjax.models.register; docs/adding-a-model.md says how."
         )
-    if architectures and known[model_type] not in architectures:
+    is_other = not {*classes}.isdisjoint(by_class) or not all(map(_MAY_BE_MODEL, classes))
+    if classes and known[model_type].lower() not in classes and is_other:
         raise ValueError(
             f"architectures={shown(architectures)} is not supported as a language model; "
             f"expected one of "

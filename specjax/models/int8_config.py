@@ -13,7 +13,7 @@ from typing import Any
 from specjax.models.base import Json
 from specjax.models.config_values import shown
 
-KEY = "quantization_config"
+KEY, OLD_KEY = "quantization_config", "compression_config"
 INT8 = "int8"
 METHOD, FORMAT = "compressed-tensors", "int-quantized"
 # Of the same layout; the second is the first's name where activations are not quantised.
@@ -34,7 +34,7 @@ def strategies(raw: Json) -> set[str]:
     Raises:
       ValueError: the weights are quantised in another way.
     """
-    said = raw.get(KEY)
+    said = _said(raw)
     if not said:
         return set()
     if not isinstance(said, dict):
@@ -50,6 +50,14 @@ def strategies(raw: Json) -> set[str]:
         if not isinstance(inner, dict) or inner.get("config_groups") or _is_sparse(inner):
             raise _refused(METHOD, f"{name}={shown(inner)}")
     return {_strategy(name, group) for name, group in _groups(said) if group.get("weights")}
+
+
+def _said(raw: Json) -> Any:
+    """Returns what a config.json says of quantised weights, by the key of today or its old one."""
+    said, old = raw.get(KEY), raw.get(OLD_KEY)
+    if said and old and said != old:
+        raise ValueError(f"{KEY} and {OLD_KEY} differ; leave {OLD_KEY} out, which is its old name.")
+    return said or old
 
 
 def _is_sparse(said: Json) -> bool:
@@ -102,7 +110,7 @@ def warning_of(raw: Json, path: Path) -> str | None:
     Args:
       raw: the contents of `path`, as `strategies` takes them.
     """
-    said = raw.get(KEY)
+    said = _said(raw)
     if not strategies(raw) or not isinstance(said, dict):
         return None
     named = [

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from specjax.models import blocks, unparsing, weights
+from specjax.models import blocks, two_places, unparsing, weights
 from specjax.models.base import (
     Attend,
     Family,
@@ -36,6 +36,7 @@ from specjax.models.config_values import (
     number,
     require,
     rope,
+    rope_context,
     size,
     token_id,
     token_ids,
@@ -215,6 +216,7 @@ def parse(raw: Json) -> ModelConfig:
     is_granite = family == "granite"
     scalar = lambda key: number(raw, key, 1.0) if is_granite else 1.0
     max_positions = size(raw, "max_position_embeddings", implied.max_position_embeddings)
+    own_rope = rope(raw, max_positions)
     return ModelConfig(
         architecture=FAMILY.name,
         family=family,
@@ -225,9 +227,9 @@ def parse(raw: Json) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=max_positions,
+        max_position_embeddings=rope_context(raw, own_rope, max_positions),
         norm_eps=number(raw, "rms_norm_eps", 1e-6, most=1.0),
-        rope=rope(raw, max_positions),
+        rope=own_rope,
         tie_word_embeddings=flag(raw, "tie_word_embeddings", False),
         qkv_bias=family in ("qwen2", "mimo") or has_attention_bias,
         o_bias=has_attention_bias,
@@ -248,10 +250,21 @@ def _layer_windows(raw: Json, family: str, num_layers: int) -> tuple[int | None,
     first = num_layers  # that slides
     if family == "mistral" and raw.get("sliding_window", default) is not None:
         first = 0
-    if family in _QWEN and flag(raw, "use_sliding_window", False):
-        first = size(raw, "max_window_layers", 28, least=0)
+    slides = False
+    if family in _QWEN:
+        first_sliding = size(raw, "max_window_layers", 28, least=0)
+        slides = flag(raw, "use_sliding_window", False)
+        first = first_sliding if slides else num_layers
     kinds = ["full_attention"] * min(first, num_layers)
     kinds += ["sliding_attention"] * (num_layers - len(kinds))
+    types = raw.get("layer_types") or kinds
+    if slides and types != kinds and raw.get("max_window_layers") is not None:
+        two_places.warn("layer_types beside a max_window_layers of others", "layer_types is used")
+    if raw.get("use_sliding_window") is False and family in _QWEN and types != kinds:
+        raise ValueError(
+            "use_sliding_window=false and layer_types with layers that slide contradict each "
+            "other; correct one of them."
+        )
     return layer_windows(raw, kinds, default)
 
 

@@ -8,11 +8,12 @@ gives the source of each leaf (`Family.sources`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,16 @@ from specjax.models import int8_config, partition
 from specjax.models.abstract import abstract_weights
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.families import family_of
-from specjax.models.hf_config import read_config
 from specjax.models.int8_reading import Int8Matrix
 from specjax.models.mesh_axes import MeshAxisMap, mapped, param_shardings
+from specjax.models.opened_folders import open_model
+from specjax.models.tensor_checks import check_sources
 from specjax.models.weight_files import open_folder
 from specjax.runtime.jax_settings import entrance
 from specjax.runtime.model_files import find_file, read_json
-from specjax.text.tokenization import Tokenizer
 
 _DEMO_WEIGHTS = Path(__file__).resolve().parents[1] / "demo" / "weights"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_MOST_NAMES_LISTED = 10
 _WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
 _DTYPE_ALIASES = {
     "fp32": "float32",
@@ -49,9 +49,6 @@ _DTYPE_ALIASES = {
     "float": "float32",
 }
 FIRST_WITH_BFLOAT16 = 8  # NVIDIA's compute capability of Ampere
-_LAYER = re.compile(r"^(.*?\.)\d+\.")  # the first number in a tensor's name is its layer's
-# Tensors that only a layer for multi-token prediction has.
-_OF_PREDICTION = {"eh_proj.weight", "enorm.weight", "hnorm.weight"}
 
 
 @entrance("specjax.load_model")
@@ -101,39 +98,42 @@ def load_model(
             f"{num_shards=} is for a mesh, and there is none; pass mesh=, or leave it out."
         )
     folder = resolve_folder(path)
-    config, generation_defaults = read_config(folder)
-    # Read first, so that its errors come before the slow read of the weights.
-    tokenizer = Tokenizer.from_folder(folder)
-    return Model(
-        config=config,
-        params=load_params(
-            folder, config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes, num_shards=num_shards
-        ),
-        tokenizer=tokenizer,
-        name=name or Path(path).name or folder.resolve().name,
-        generation_defaults=generation_defaults,
-        folder=str(folder.resolve()),
+    model, tensors, notes = open_model(folder, name or Path(path).name or folder.resolve().name)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    params = load_params(
+        *(folder, model.config, tensors),
+        dtype=dtype,
+        mesh=mesh,
+        mesh_axes=mesh_axes,
+        num_shards=num_shards,
     )
+    return dataclasses.replace(model, params=params)
 
 
 def load_params(
     folder: str | os.PathLike[str],
     config: ModelConfig,
+    tensors: Mapping[str, np.ndarray] | None = None,
     *,
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     mesh_axes: MeshAxisMap | None = None,
     num_shards: int | None = None,
 ) -> Params:
-    """Returns a folder's weights as the pytree of `config`'s family; arguments as `load_model`."""
+    """Returns a folder's weights as the pytree of `config`'s family; arguments as `load_model`.
+
+    Args:
+      tensors: of the folder; None: they are opened.
+    """
     dtype = default_dtype(mesh) if dtype is None else weight_dtype(dtype)
     _warn_of_bfloat16(dtype, mesh)
     places = places_of(config, mesh, mesh_axes, num_shards)
     folder = Path(folder)
-    tensors = open_folder(folder)
+    tensors = open_folder(folder) if tensors is None else tensors
     warn_of_activations(folder, tensors)
     sources = family_of(config).sources(config, tensors)
-    _check(sources, tensors, config, folder)
+    check_sources(sources, tensors, config, folder)
     if places is None:
         return jax.tree.map(lambda source: jax.device_put(source.read(tensors, dtype)), sources)
     return jax.tree.map(
@@ -177,17 +177,6 @@ def places_of(
     mesh = partition.split_for(config, own, num_shards)
     shapes = abstract_weights(config, jnp.float32)
     return partition.shardings(partition.param_specs(shapes, mesh, config, num_shards), mesh)
-
-
-def check_tensors(
-    folder: str | os.PathLike[str], config: ModelConfig, tensors: Mapping[str, np.ndarray]
-) -> None:
-    """Raises ValueError where tensors are missing, of another shape, or left over in a layer.
-
-    Args:
-      tensors: of `folder`, of which no value is read.
-    """
-    _check(family_of(config).sources(config, tensors), tensors, config, Path(folder))
 
 
 def read_onto(
@@ -326,118 +315,3 @@ def _fetch(name: str) -> Path:
             "and network."
         ) from error
     return Path(fetched)
-
-
-def _check(
-    sources: Any, tensors: Mapping[str, np.ndarray], config: ModelConfig, folder: Path
-) -> None:
-    """Raises ValueError unless the file has exactly the tensors that the model needs."""
-    needed = dict(each for source in jax.tree.leaves(sources) for each in source.tensors())
-    missing = [name for name in needed if name not in tensors]
-    if missing:
-        hint = ""
-        if "lm_head.weight" in missing:
-            hint = (
-                " A model whose head is its embedding says tie_word_embeddings: true "
-                "in config.json."
-            )
-        raise ValueError(
-            f"{folder} lacks {len(missing)} of the {len(needed)} tensors of a "
-            f"{config.family} model with {config.num_layers} layers: "
-            f"{_listed(missing)}. Give the folder of a whole {config.family} model, or "
-            f"correct its config.json.{hint}"
-        )
-    wrong = [
-        f"{name} is {list(tensors[name].shape)}, expected {list(shape)}"
-        for name, shape in needed.items()
-        if tensors[name].shape != shape
-    ]
-    if wrong:
-        raise ValueError(
-            f"{folder} holds {len(wrong)} tensors of other shapes than its config.json "
-            f"says: {_listed(wrong)}. Weights and config.json are of different models."
-        )
-    _check_dtypes(tensors, needed, folder)
-    _check_layers_left_out(tensors, needed, config, folder)
-    left_over = [*_unused_in_layers(tensors, needed)]
-    if left_over:
-        raise ValueError(
-            f"{folder} holds {len(left_over)} tensors in layers of a {config.family} "
-            f"model that has no use for them: {_listed(left_over)}. Leaving them out "
-            "would change the output; correct the options in config.json "
-            "(attention_bias, mlp_bias) or give a supported model."
-        )
-
-
-def _check_dtypes(
-    tensors: Mapping[str, np.ndarray], needed: Mapping[str, Any], folder: Path
-) -> None:
-    """Raises ValueError where a weight is stored as integers or booleans."""
-    wrong = [
-        f"{name} is {tensors[name].dtype}"
-        for name in needed
-        if not jnp.issubdtype(tensors[name].dtype, jnp.floating)
-    ]
-    if wrong:
-        raise ValueError(
-            f"{folder} holds {len(wrong)} weights that are not floating point: "
-            f"{_listed(wrong)}. Of quantised weights, only matrices in int8 are read, "
-            "where config.json says so; use an export in BF16, F16 or F32."
-        )
-
-
-def _check_layers_left_out(
-    tensors: Mapping[str, np.ndarray],
-    needed: Mapping[str, Any],
-    config: ModelConfig,
-    folder: Path,
-) -> None:
-    """Raises ValueError where the file has more whole layers than the config.
-
-    Layers for multi-token prediction also follow the last one; they have an additional
-    projection, are not run, and are accepted.
-    """
-    parts: dict[str, set[str]] = {}
-    for name in tensors:
-        if match := _LAYER.match(name):
-            parts.setdefault(match[0], set()).add(name[match.end() :])
-    usual = {name[match.end() :] for name in needed if (match := _LAYER.match(name))}
-    matches = [match for name in needed if (match := _LAYER.match(name))]
-    used, stems = ({match[group] for match in matches} for group in (0, 1))
-    stem_of = lambda layer: layer[: layer.rindex(".", 0, -1) + 1]
-    left_out = sorted(
-        layer
-        for layer, own in parts.items()
-        if layer not in used
-        and stem_of(layer) in stems
-        and own & usual
-        and not own & _OF_PREDICTION
-    )
-    if left_out:
-        raise ValueError(
-            f"{folder} holds {len(left_out)} layers more than the {config.num_layers} "
-            f"that its config.json says: {_listed(left_out)}. Leaving them out would "
-            "change the output; correct the number of layers."
-        )
-
-
-def _unused_in_layers(
-    tensors: Mapping[str, np.ndarray], needed: Mapping[str, Any]
-) -> Iterator[str]:
-    """Yields names of tensors in the layers that run that the model neither needs nor may ignore.
-
-    It may ignore rotary tables and GPT-2's causal masks, which specjax computes, and scales of
-    a quantised cache. Layers past the last (multi-token prediction) are not run.
-    """
-    idle = re.compile(r"(rotary_emb\.\w+|attn\.(masked_)?bias|\.[kv]_scale)$")
-    layers = {match[0] for name in needed if (match := _LAYER.match(name))}
-    for name in tensors:
-        match = _LAYER.match(name)
-        if match and match[0] in layers and name not in needed and not idle.search(name):
-            yield name
-
-
-def _listed(items: list[str]) -> str:
-    shown = ", ".join(item[:200] for item in items[:_MOST_NAMES_LISTED])
-    left = len(items) - _MOST_NAMES_LISTED
-    return f"{shown} and {left} more" if left > 0 else shown

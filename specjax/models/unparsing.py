@@ -29,6 +29,10 @@ def llama_skeleton(config: ModelConfig) -> Json:
         "rope_theta": config.rope.theta,
         "rope_scaling": _rope_scaling(config.rope),
     }
+    if config.rope.kind == "linear":
+        # Without it, readers take the context for the one before it was stretched.
+        original = max(1, int(config.max_position_embeddings / config.rope.factor))
+        raw["original_max_position_embeddings"] = original
     if config.family in ("llama", "qwen3", "granite"):
         raw["attention_bias"] = config.qkv_bias
     if config.family in ("llama", "granite"):
@@ -54,12 +58,18 @@ def gpt2(config: ModelConfig) -> Json:
         "n_head": config.num_heads,
         "n_positions": config.max_position_embeddings,
         "layer_norm_epsilon": config.norm_eps,
-        "activation_function": "gelu_pytorch_tanh" if is_of_big_code else "gelu_new",
+        "activation_function": _activation(config, is_of_big_code),
         "scale_attn_weights": config.attention_scale is None,
     }
     if is_of_big_code:
         raw["multi_query"] = True
     return raw | _tokens(config)
+
+
+def _activation(config: ModelConfig, is_of_big_code: bool) -> str:
+    if config.activation in (None, "gelu_tanh"):
+        return "gelu_pytorch_tanh" if is_of_big_code else "gelu_new"
+    return config.activation
 
 
 def _tokens(config: ModelConfig) -> Json:

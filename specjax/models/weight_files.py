@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +14,29 @@ from specjax.models.base import Json
 from specjax.models.int8_reading import multiplied_out
 from specjax.runtime.model_files import find_file, read_json
 
-# Files that hold all weights or an index of files, the first that is there counts.
+# Files that hold all weights or have an index of files; the first that is there counts, and of a
+# file and its index the file, as in transformers.
 FILE_NAMES = ("model.safetensors", "pytorch_model.bin")
+ADAPTER = "adapter_config.json"  # of PEFT
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+_INDEX = ".index.json"
+_COMPARED = 16  # numbers of a tensor that tell whether two files hold the same
+
+Tensors = dict[str, np.ndarray]
 
 
-def open_folder(folder: str | Path) -> dict[str, np.ndarray]:
+def open_folder(
+    folder: str | Path, own_names: Sequence[str] = (), *, compares: bool = True
+) -> Tensors:
     """Returns every tensor of a folder with weights, sharded or not, as read-only views.
 
-    Of `model.safetensors` and `pytorch_model.bin` the first that is there is read. With an index
-    (`model.safetensors.index.json`) only the files that it lists are opened. Matrices in int8 are
-    each an `int8_reading.Int8Matrix`, which is read as an array of float32 is.
+    Of the files that may hold the weights the first that is there is read. It warns of the others
+    by name where they hold something else. With an index only the files that it lists are opened.
+    Matrices in int8 are each an `int8_reading.Int8Matrix`, which is read as an array of float32 is.
+
+    Args:
+      own_names: of files that hold the weights, before the usual ones.
+      compares: False: nothing is said of other files.
 
     Raises:
       FileNotFoundError: no weights in the folder, or a shard is absent.
@@ -31,18 +44,79 @@ def open_folder(folder: str | Path) -> dict[str, np.ndarray]:
         config.json says or than is read.
     """
     folder = Path(folder)
-    for name in FILE_NAMES:
-        if index := find_file(folder, f"{name}.index.json"):
-            return _open_shards(folder, index)
-        if path := find_file(folder, name):
-            return open_weights(path)
-    raise FileNotFoundError(
-        f"{folder} holds no weights: neither {FILE_NAMES[0]} nor {FILE_NAMES[1]}, nor an index of "
-        "several; give a folder in Hugging Face format."
+    found = _candidates(folder, own_names) or _candidates(folder, FILE_NAMES)
+    if not found:
+        if find_file(folder, ADAPTER) is not None:
+            raise FileNotFoundError(adapter_hint(folder))
+        raise FileNotFoundError(
+            f"{folder} holds no weights: neither {FILE_NAMES[0]} nor {FILE_NAMES[1]}, nor an index "
+            "of several; give a folder in Hugging Face format."
+        )
+    tensors = _open(found[0])
+    for other in found[1:] if compares else ():
+        if difference := _difference(tensors, other):
+            warnings.warn(
+                f"{folder} holds its weights twice, in {found[0].name} and {other.name}, and "
+                f"{difference}. {found[0].name} is read; take away what is not meant.",
+                stacklevel=2,
+            )
+    return tensors
+
+
+def adapter_hint(folder: Path) -> str:
+    """Returns the message for a folder with an adapter in place of a model."""
+    said = read_json(folder / ADAPTER)
+    base = said.get("base_model_name_or_path")
+    return (
+        f"{folder} holds an adapter of PEFT over the model {base!r:.200}, which does not run by "
+        "itself. Merge it: AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload() of "
+        "peft gives the whole model, whose save_pretrained writes a folder that is loaded."
     )
 
 
-def open_weights(path: str | Path) -> dict[str, np.ndarray]:
+def _candidates(folder: Path, names: Sequence[str]) -> list[Path]:
+    """Returns the files and indexes of a folder that may hold all weights, best first."""
+    found: list[Path] = []
+    for name in names:
+        whole, index = find_file(folder, name), find_file(folder, f"{name}{_INDEX}")
+        # An index may name it as one of several, or as the only one.
+        is_shard = whole is not None and index is not None and name in _weight_map(index).values()
+        found += [path for path in (None if is_shard else whole, index) if path is not None]
+    return found
+
+
+def _open(path: Path) -> Tensors:
+    return _open_shards(path) if path.name.endswith(_INDEX) else open_weights(path)
+
+
+def _difference(tensors: Tensors, other: Path) -> str | None:
+    """Returns how another candidate differs, None where it does not as far as is compared."""
+    try:
+        others = _open(other)
+    except FileNotFoundError:
+        return f"files that {other.name} names are not there"
+    except ValueError as error:
+        return f"the latter cannot be read ({error!s:.200})"
+    if names := sorted(tensors.keys() ^ others.keys()):
+        return f"{len(names)} tensors are in one of them alone, such as {names[0][:200]}"
+    changed = [name for name in tensors if _differ(tensors[name], others[name])]
+    return f"{len(changed)} tensors differ, such as {changed[0][:200]}" if changed else None
+
+
+def _differ(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two tensors differ in shape or in their first numbers; dtypes may."""
+    first = lambda tensor: np.asarray(
+        tensor[(slice(0, 1),) * (tensor.ndim - 1)], np.float32
+    ).ravel()
+    if one.shape != other.shape:
+        return True
+    left, right = (first(tensor)[:_COMPARED] for tensor in (one, other))
+    # A copy in another dtype is the same: bfloat16 has 8 bits.
+    rounding = 0.0 if one.dtype == other.dtype else 2.0**-8
+    return not np.allclose(left, right, rtol=rounding, atol=rounding * 1e-6, equal_nan=True)
+
+
+def open_weights(path: str | Path) -> Tensors:
     """Returns the tensors of one file, matrices in int8 as `open_folder` has them.
 
     Raises:
@@ -62,7 +136,7 @@ def _config_of(folder: Path) -> Callable[[], Json]:
     return read
 
 
-def open_file(path: str | Path) -> dict[str, np.ndarray]:
+def open_file(path: str | Path) -> Tensors:
     """Returns the tensors of one file, whose name tells its format, as read-only views.
 
     Raises:
@@ -72,12 +146,12 @@ def open_file(path: str | Path) -> dict[str, np.ndarray]:
     return torch_files.open_file(path) if is_of_torch else safetensors.open_file(path)
 
 
-def _open_shards(folder: Path, index_path: Path) -> dict[str, np.ndarray]:
+def _weight_map(index_path: Path) -> dict[str, str]:
+    """Returns the file of each tensor, by an index."""
     index = read_json(index_path)
     try:
         weight_map = index["weight_map"]
-        shards = sorted(set(weight_map.values()))
-        is_inside = all(Path(shard).name == shard for shard in shards)
+        is_inside = all(Path(shard).name == shard for shard in weight_map.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{index_path} is corrupt ({reprlib.repr(error)}); expected JSON with a "
@@ -88,6 +162,12 @@ def _open_shards(folder: Path, index_path: Path) -> dict[str, np.ndarray]:
             f"{index_path} names files outside its folder; expected plain file names "
             "in weight_map. Fetch the file again."
         )
+    return weight_map
+
+
+def _open_shards(index_path: Path) -> Tensors:
+    folder, weight_map = index_path.parent, _weight_map(index_path)
+    shards = sorted(set(weight_map.values()))
     paths = {shard: find_file(folder, shard) for shard in shards}
     missing = [shard for shard, path in paths.items() if path is None]
     if missing:
@@ -103,8 +183,22 @@ def _open_shards(folder: Path, index_path: Path) -> dict[str, np.ndarray]:
             f"not hold them: {_listed(absent)}. Index and files are of "
             "different exports; fetch them again."
         )
-    tensors = {name: files[shard][name] for name, shard in weight_map.items()}
-    return multiplied_out(tensors, _config_of(folder), lambda name: folder / weight_map[name])
+    # A file may hold more than the index says.
+    place_of = {name: shard for shard in shards for name in files[shard]} | weight_map
+    twice = [
+        name
+        for shard, tensors in files.items()
+        for name, tensor in tensors.items()
+        if place_of[name] != shard and _differ(tensor, files[place_of[name]][name])
+    ]
+    if twice:
+        warnings.warn(
+            f"{folder} holds {len(twice)} tensors in two files that differ: {_listed(twice)}. "
+            f"Those that {index_path.name} names are read.",
+            stacklevel=2,
+        )
+    tensors = {name: files[shard][name] for name, shard in place_of.items()}
+    return multiplied_out(tensors, _config_of(folder), lambda name: folder / place_of[name])
 
 
 def _listed(names: list[str]) -> str:
