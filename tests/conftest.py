@@ -26,6 +26,7 @@ os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 os.environ["SPECJAX_CACHE_DIR"] = "off"
 
 import asked_for
+import costs
 import jax
 import progress
 import pytest
@@ -33,14 +34,18 @@ import pytest
 
 def pytest_addoption(parser):
     asked_for.add_options(parser)
+    costs.add_options(parser)
 
 
 @pytest.hookimpl(trylast=True)  # pytest's own terminal is there by then
 def pytest_configure(config):
     """Settings that hold from collection on, since modules may compile at import."""
     progress.register(config)
+    costs.register(config)
     # Tracing makes many objects that live on: looking for garbage among them takes a third of it.
     gc.set_threshold(100_000, 50, 100)
+    # Where a line of Python made each operation is a fifth of what compiling takes.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     # [3] + [2, 3] is a mistake more often than a wish: write the axis.
     jax.config.update("jax_numpy_rank_promotion", "raise")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and hasattr(config, "cache"):

@@ -80,7 +80,7 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("name", quick(DRAFTERS, "scripted", slow=["tree", "model", "int8"]))
+@pytest.mark.parametrize("name", quick(DRAFTERS, slow=["tree", "model", "int8"]))
 def test_prompts_that_arrive_at_any_phase_change_no_text(target, plain, name):
     drafter, settings = DRAFTERS[name]
     if drafter == "first layer":

@@ -84,7 +84,6 @@ def plain(target):
     ("how", "message"),
     [
         ("draft", r"its draft raised TypeError\('draft is not"),
-        ("negative", "it proposed token ids outside the vocabulary"),
         *(
             pytest.param(*one, marks=pytest.mark.full)
             for one in [
@@ -92,6 +91,7 @@ def plain(target):
                 ("init", r"its init raised TypeError\('init is not written yet'\)"),
                 ("prefill", r"its prefill raised TypeError\('prefill is not"),
                 ("enter_rows", r"its enter_rows raised TypeError\('enter_rows is not"),
+                ("negative", "it proposed token ids outside the vocabulary"),
                 ("callback", r"a step failed on the device .*"),
                 ("confidence", "it proposed NaN"),
             ]

@@ -89,6 +89,7 @@ def partly(target):
     return in_another_order(first_layer(target), order, words)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sampling", "num_more"),
     [pytest.param(GREEDY, 0, marks=pytest.mark.full), (SAMPLED, 5)],

@@ -8,7 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
-from helpers import assert_engine_is_empty, tiny_llama
+from helpers import assert_engine_is_empty
 
 import specjax
 from specjax.api.generation import Stream
@@ -756,12 +756,12 @@ def test_a_queue_that_never_ends_teaches_what_drafts_cost(target, draft):
     assert policy.ledger.routine_s > 0
 
 
-@pytest.mark.parametrize("steps", ["3", 2.5, [1], float("nan"), 0, -1, True])
-def test_a_bad_number_of_steps_ends_no_request(steps):
-    with specjax.Engine(tiny_llama(0), engine=ENGINE) as engine:
+def test_a_bad_number_of_steps_ends_no_request(make):
+    with make() as engine:
         engine.add([1, 2, 3], SamplingParams(max_tokens=4, temperature=0))
-        with pytest.raises(ValueError, match=r"max_burst_steps=.* must be a whole number from 1"):
-            engine.step(max_burst_steps=steps)
+        for steps in ("3", 2.5, [1], float("nan"), 0, -1, True):
+            with pytest.raises(ValueError, match=r"max_burst_steps=.* must be a whole number"):
+                engine.step(max_burst_steps=steps)
         chunks = []
         while engine.has_work:
             chunks += engine.step()

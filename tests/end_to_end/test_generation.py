@@ -294,6 +294,7 @@ def test_prompt_up_to_the_last_position():
     assert ids(plain) == ids(drafted)
 
 
+@pytest.mark.full
 def test_logprobs_do_not_depend_on_speculation(target, draft, prompts):
     sampling = SamplingParams(temperature=0.9, top_k=8, max_tokens=10, seed=4, logprobs=2)
     plain = generate(target, prompts, sampling=sampling)

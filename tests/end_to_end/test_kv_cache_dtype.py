@@ -172,6 +172,7 @@ def test_scales_of_weights_without_keys_are_sound(target):
     assert np.all(np.isfinite(scales) & (scales > 0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["int8", pytest.param("fp8", marks=LONG)])
 def test_weights_whose_keys_are_nan_give_errors_and_no_text(target, name):
     """int8 has no NaN: its pages would hold zeros, and texts would look sound."""

@@ -20,6 +20,7 @@ def weights(seed, place):
     return jax.device_put(tiny_llama(seed).params, place)
 
 
+@pytest.mark.full
 def test_generations_on_two_devices():
     tokens = []
     for device in (0, 3, 0, 5):
@@ -36,6 +37,7 @@ def memories():
     return sorted(kinds - {device.default_memory().kind})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["specjax", "nnx"])
 def test_rollouts_of_weights_that_lie_elsewhere(layout):
     decoder = specjax.build_decoder(tiny_llama(0).config, engine=ENGINE, layout=layout)
@@ -54,6 +56,7 @@ def test_rollouts_of_weights_that_lie_elsewhere(layout):
         assert batch.metrics["weights_bytes_moved"] == sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.full
 def test_a_decoder_that_began_on_another_device():
     config = tiny_llama(0).config
     batches = []

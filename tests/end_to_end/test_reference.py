@@ -19,6 +19,7 @@ def check(texts):
         assert completion.token_ids == text["output"]
 
 
+@pytest.mark.full
 def test_greedy_output_equals_the_golden_of_transformers():
     golden = json.loads(goldens.GOLDEN.read_text())
     assert golden["weights_sha256"] == goldens.weights_digest(), (

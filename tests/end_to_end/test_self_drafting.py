@@ -111,6 +111,7 @@ CASES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(CASES, "sampled"))
 def test_the_tokens_are_those_of_plain_decoding(name):
     drafter, sampling, config = CASES[name]

@@ -94,6 +94,7 @@ def single(target):
     return tokens, acceptance
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_shards", quick([1, 2, 4, 8], 2, slow=[1, 8]))
 def test_tokens_of_one_device(target, single, num_shards):
     mesh, draft = mesh_of(tensor=8), first_layer(target)

@@ -154,6 +154,7 @@ def test_a_smaller_number_of_speculative_tokens_cuts_the_tree(target, prompts, p
     assert len(out.stats.acceptance.drafted_at) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "max_tokens", [1, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 3, 5))]
 )
@@ -176,7 +177,7 @@ def test_the_end_of_a_row_cuts_the_tree(target, prompts, plain, max_tokens):
         assert max(c.acceptance.num_drafted for c in out) >= 7
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("sampling", quick(SAMPLING, "greedy"))
 @pytest.mark.parametrize("num_nodes", [None, pytest.param(5, marks=SLOW)])
 def test_several_ngram_matches_make_a_tree(target, sampling, num_nodes):
     rng = np.random.default_rng(1)

@@ -242,7 +242,7 @@ def alone(target):
     return tokens
 
 
-@pytest.mark.parametrize("running", ["keep", "recompute"])
+@pytest.mark.parametrize("running", quick(["keep", "recompute"], "recompute"))
 def test_a_burst_in_flight_ends_under_the_weights_it_was_sent_with(make, alone, running):
     with make() as engine:
         engine.add(PROMPT, SAMPLING)
@@ -489,6 +489,7 @@ def test_while_streams_are_open(make):
     assert replayed(chunk.completion)
 
 
+@pytest.mark.full
 def test_from_another_thread_while_one_steps(make):
     with make() as engine:
         for n in range(6):
@@ -524,6 +525,7 @@ def test_a_draft_model_is_updated_beside_the_target_or_stays(make, draft):
     assert replayed(done)
 
 
+@pytest.mark.full
 def test_a_drafter_that_broke_is_tried_again_only_with_weights_of_its_own(make, draft):
     broken = jax.tree.map(lambda leaf: leaf * jnp.nan, draft.params)
     with make() as engine:

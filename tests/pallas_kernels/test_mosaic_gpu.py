@@ -27,7 +27,7 @@ from pallas_kernels.tree_attention.mosaic_gpu import tree_attention_mosaic_gpu
 # On jax 0.10 it imports absl, without which the kernels' package works too.
 plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 
-slow = pytest.mark.slow
+full, slow = pytest.mark.full, pytest.mark.slow
 needs_interpreter = pytest.mark.skipif(
     not hasattr(plgpu, "force_gpu_interpret_mode"),
     reason="this jax interprets no Mosaic GPU kernels; 0.11 and later do",
@@ -41,12 +41,12 @@ COVERED = [name for name in EXAMPLES if EXAMPLES[name].page_dtype is None]
 @pytest.mark.parametrize(
     "shape",
     [
-        "Llama-3.1-8B, 1 row, ",
         "Llama-3.2-1B, 64 rows, trees of 8, ",
-        "Llama-3.1-8B, 8 rows, trees of 64, ",
-        "Phi-2, 64 rows, 1 chip",
-        "Gemma-2-2B, 8 rows, prompts beside trees of 8, ",
-        "with sinks, 1 prompt, 512 tokens, ",
+        pytest.param("Llama-3.1-8B, 1 row, ", marks=full),
+        pytest.param("Llama-3.1-8B, 8 rows, trees of 64, ", marks=full),
+        pytest.param("Phi-2, 64 rows, 1 chip", marks=full),
+        pytest.param("Gemma-2-2B, 8 rows, prompts beside trees of 8, ", marks=full),
+        pytest.param("with sinks, 1 prompt, 512 tokens, ", marks=full),
         pytest.param("", marks=slow),
     ],
 )

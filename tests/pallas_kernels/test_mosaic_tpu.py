@@ -40,20 +40,21 @@ def fitted(example):
     return dataclasses.replace(example, head_dim=head_dim, page_size=page_size)
 
 
-def some(quick, params):
-    """Returns the cases; the first of `quick` is in the quick set, its others in the full one.
+def some(params, quick=None, full=()):
+    """Returns the cases, of which one may be in the quick set and some in the full one.
 
     A kernel takes seconds here: all other cases are slow.
     """
-    marks = dict.fromkeys(quick[1:], pytest.mark.full) | dict.fromkeys(quick[:1], ())
+    marks = {**dict.fromkeys(full, pytest.mark.full), quick: ()}
     return [pytest.param(*one, marks=marks.get(one, pytest.mark.slow)) for one in params]
 
 
 @pytest.mark.parametrize(
     "name",
     some(
-        [("tree",), ("decode",), ("window",), ("float32_over_bfloat16",)],
         [(name,) for name in EXAMPLES],
+        quick=("tree",),
+        full=[("decode",), ("window",), ("float32_over_bfloat16",)],
     ),
 )
 def test_attention_is_that_of_the_reference(name, has_races):
@@ -75,7 +76,6 @@ def test_attention_is_that_of_the_reference(name, has_races):
 @pytest.mark.parametrize(
     ("page_size", "name", "page_dtype"),
     some(
-        [(128, "trees_and_prompts", "int8"), (64, "ragged_long", None)],
         [
             *itertools.product(
                 [64, 128, 256], ["trees_and_prompts", "ragged_long"], [None, "int8"]
@@ -84,6 +84,7 @@ def test_attention_is_that_of_the_reference(name, has_races):
             (128, "tree_window", "float8_e4m3fn"),
             (128, "trees_and_prompts", "bfloat16"),
         ],
+        full=[(128, "trees_and_prompts", "int8"), (64, "ragged_long", None)],
     ),
 )
 def test_attention_over_large_pages(page_size, name, page_dtype, has_races):
@@ -104,8 +105,8 @@ def test_attention_over_large_pages(page_size, name, page_dtype, has_races):
 @pytest.mark.parametrize(
     "name",
     some(
-        [("window",), ("trees_and_prompts_window",)],
         [("window",), ("tree_window",), ("trees_and_prompts_window",)],
+        full=[("window",), ("trees_and_prompts_window",)],
     ),
 )
 def test_what_lies_before_a_window_may_hold_nan(name, has_races):
@@ -242,7 +243,6 @@ _SINKS, _WINDOW = (("has_sinks", True),), (("window", 45),)
 @pytest.mark.parametrize(
     ("kv_heads", "dtype", "more"),
     some(
-        [(1, "float32", ()), (4, "bfloat16", _SINKS), (5, "float32", _SINKS)],
         [
             (1, "float32", ()),
             (2, "bfloat16", ()),
@@ -251,6 +251,7 @@ _SINKS, _WINDOW = (("has_sinks", True),), (("window", 45),)
             (4, "float32", _WINDOW),
             (5, "float32", _SINKS),
         ],
+        full=[(1, "float32", ()), (4, "bfloat16", _SINKS), (5, "float32", _SINKS)],
     ),
 )
 def test_scores_one_step_ahead(kv_heads, dtype, more, monkeypatch, has_races):
@@ -307,7 +308,7 @@ def test_prompts_that_no_bits_name_and_rows_longer_than_is_said(has_races):
 
 @pytest.mark.parametrize(
     ("kv_heads", "head_dim"),
-    some([], [(4, 64), (1, 64), (2, 80), (4, 96)]),
+    some([(4, 64), (1, 64), (2, 80), (4, 96)]),
 )
 def test_attention_of_heads_in_lanes(kv_heads, head_dim, has_races):
     """Keys and values are written by a kernel, too."""
@@ -358,7 +359,6 @@ def assert_equal_bits(arrays, others):
 @pytest.mark.parametrize(
     ("num_tokens", "most_tokens", "dtype", "page_size"),
     some(
-        [(7, 512, "bfloat16", 128), (21, 8, "float32", 16), (9, 8, "int8", 64)],
         [
             *itertools.product([1, 7, 21, 60], [8, 16, 512], SUBLANES, [None]),
             *itertools.product([60], [8, 512], SUBLANES, [32, 64, 128, 256]),
@@ -366,6 +366,8 @@ def assert_equal_bits(arrays, others):
             (21, 8, "float32", 16),
             (9, 8, "int8", 64),
         ],
+        quick=(7, 512, "bfloat16", 128),
+        full=[(21, 8, "float32", 16), (9, 8, "int8", 64)],
     ),
 )
 def test_writes(num_tokens, most_tokens, dtype, page_size, has_races, monkeypatch):
@@ -395,11 +397,11 @@ def test_writes(num_tokens, most_tokens, dtype, page_size, has_races, monkeypatc
 @pytest.mark.parametrize(
     ("num_tokens", "most_tokens", "dtype", "page_size"),
     some(
-        [(40, 8, "bfloat16", 64)],
         [
             *itertools.product([1, 5, 40], [8, 512], SUBLANES, [None]),
             *itertools.product([40], [8], SUBLANES, [64, 256]),
         ],
+        quick=(40, 8, "bfloat16", 64),
     ),
 )
 def test_moves(num_tokens, most_tokens, dtype, page_size, has_races, monkeypatch):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 
 from pallas_kernels import layout
 from pallas_kernels.path_attention import path_attention
@@ -48,14 +49,13 @@ def attend(example, implementation=None, turn=lambda arguments: arguments):
     return np.asarray(out, np.float32)
 
 
-# The rest are nightly: an example compiles for seconds.
-EVERY_RUN = ("chain", "mixed", "nothing_new", "bfloat16", "wide_tree", "tree_window")
-EVERY_RUN += ("softcap", "sinks_tree_bfloat16")
+# An example compiles for a second. Those of neither are nightly.
+QUICK = ("mixed", "tree_window", "sinks_tree_bfloat16")
+GATE = (*QUICK, "chain", "nothing_new", "bfloat16", "wide_tree", "softcap")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in EVERY_RUN else pytest.mark.slow) for name in COVERED],
+    "name", quick(COVERED, *QUICK, slow=[name for name in COVERED if name not in GATE])
 )
 def test_agrees_with_its_definition_and_with_tree_attention(name):
     example = EXAMPLES[name]
@@ -89,7 +89,7 @@ def compiled(q, k_pages, v_pages, table, row_ids, lengths, positions, offsets, w
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("window", quick([None, 30], 30))
 def test_bits_do_not_depend_on_place_pages_or_neighbours(dtype, window):
     """One token rolled through every flat position, among other rows each time.
 

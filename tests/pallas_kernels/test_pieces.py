@@ -22,16 +22,21 @@ def changed(**fields):
     "example",
     [
         SHARED,
+        changed(lengths=(63, 64, 65, 200, 0), num_new=(129, 0, 2, 3, 1), padding=121),
         changed(num_new=(0, 0, 0, 0, 256), padding=0),  # one prompt has the whole bucket
         changed(num_new=(0, 0, 0, 0, 0), padding=256),
         changed(num_new=(64, 64, 64, 63, 1), padding=0),
         changed(num_new=(1, 0, 65, 0, 0), padding=190),
-        changed(window=50),
-        changed(softcap=2.0, has_sinks=True),
-        changed(page_dtype="int8", page_size=32),
-        changed(lengths=(63, 64, 65, 200, 0), num_new=(129, 0, 2, 3, 1), padding=121),
+        *(
+            pytest.param(changed(**fields), marks=pytest.mark.full)
+            for fields in (
+                {"window": 50},
+                {"softcap": 2.0, "has_sinks": True},
+                {"page_dtype": "int8", "page_size": 32},
+            )
+        ),
     ],
-    ids=["mixed", "whole", "empty", "full", "over", "window", "sinks", "int8", "edges"],
+    ids=["mixed", "edges", "whole", "empty", "full", "over", "window", "sinks", "int8"],
 )
 def test_pieces_agree_with_the_reference(example):
     """Unwritten slots and padding hold NaN: a piece must read no key past its own tokens."""

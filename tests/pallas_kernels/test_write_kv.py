@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 
 from pallas_kernels import layout
 from pallas_kernels.write_kv import write_kv
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference", None])
-@pytest.mark.parametrize("num_tokens", [1, 2, 7, 40])
+@pytest.mark.parametrize("num_tokens", quick([1, 2, 7, 40], 7))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_writes_are_read_back_and_the_rest_stays(implementation, num_tokens, dtype):
     rng = np.random.default_rng(num_tokens)

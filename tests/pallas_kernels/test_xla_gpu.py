@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 
 from pallas_kernels import layout
 from pallas_kernels.implementations import lowered_for
@@ -48,17 +49,23 @@ def assert_attends(example, seed=0):
     np.testing.assert_allclose(actual[:num_tokens], expected[:num_tokens], 0, tolerance)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", quick(EXAMPLES, "ragged", "trees_and_prompts_window", "fp8_tree_bfloat16", "sinks")
+)
 def test_it_agrees_with_the_reference_in_small_tiles(name, small):
     assert_attends(EXAMPLES[name])
 
 
-@pytest.mark.parametrize("name", ["ragged", "tree", "prefill", "window", "fp8_tree_bfloat16"])
+@pytest.mark.parametrize(
+    "name", quick(["ragged", "tree", "prefill", "window", "fp8_tree_bfloat16"], "tree")
+)
 def test_it_agrees_with_the_reference_as_it_is(name):
     assert_attends(EXAMPLES[name])
 
 
-@pytest.mark.parametrize("changes", [{}, {"window": 70}, {"has_sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", quick([{}, {"window": 70}, {"has_sinks": True}], {"window": 70}), ids=str
+)
 def test_rows_of_unequal_length(changes, small):
     for seed in range(3):
         assert_attends(dataclasses.replace(UNEQUAL, **changes), seed)
@@ -84,7 +91,7 @@ def test_what_lies_before_a_window_may_hold_nan(small):
     np.testing.assert_allclose(actual, expected, 0, TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("platform", quick(["cpu", "gpu"], "gpu"))
 def test_bits_of_the_next_row_use_no_keys_of_this_one(platform, small):
     """A block's places past its tokens hold the next row's bits, which name other nodes."""
     example = EXAMPLES["tree"]  # 6 nodes in each of the first three rows
@@ -103,7 +110,7 @@ def test_bits_of_the_next_row_use_no_keys_of_this_one(platform, small):
     np.testing.assert_allclose(actual, expected, 0, TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("num_new", [1, 5])
+@pytest.mark.parametrize("num_new", quick([1, 5], 5))
 def test_other_rows_change_no_bits(num_new, small):
     """The row under test is the second: the first's tiles come before its own in the list."""
     example = Example(lengths=(70, 333, 5), num_new=(num_new,) * 3)

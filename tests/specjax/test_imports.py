@@ -1,13 +1,12 @@
 """What modules may import, beyond what `lint-imports` holds: that imports go down the rooms."""
 
 import ast
+import functools
 import re
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("pallas_kernels", "specjax")
@@ -78,6 +77,12 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@functools.cache
+def parsed(path: Path) -> ast.AST:
+    """Returns a module's tree; several tests ask for it."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(name: str, *, at_start_only: bool = False) -> Iterator[tuple[str, int]]:
     """Yields what a module imports, in functions too, and the line.
 
@@ -87,7 +92,7 @@ def imports(name: str, *, at_start_only: bool = False) -> Iterator[tuple[str, in
     Args:
       at_start_only: leave out what the import of the module itself does not import.
     """
-    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    tree = parsed(MODULES[name])
     for node in _run_at_import(tree) if at_start_only else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -161,9 +166,8 @@ def test_what_is_installed_is_imported():
     assert {r for r in roots if not _is_standard(r)} - {*PACKAGES} <= installed | optional
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_module_imports_what_it_may(name):
-    found = [*violations(name)]
+def test_modules_import_what_they_may():
+    found = [violation for name in MODULES for violation in violations(name)]
     assert not found, "\n".join(found)
 
 

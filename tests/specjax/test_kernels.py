@@ -70,6 +70,7 @@ def test_a_name_holds_within_and_an_argument_wins():
     assert traces == [None, "xla"]
 
 
+@pytest.mark.full
 def test_a_named_implementation_runs(target, monkeypatch):
     """Every op that a step calls, and no other, is called by its name."""
     asked = set()

@@ -332,6 +332,7 @@ def test_requests_that_need_more_than_the_default_pool_get_what_the_device_has(
     assert planned.engine.memory_bytes == expected
 
 
+@pytest.mark.full
 def test_a_request_that_is_longer_than_the_default_pool_is_served(monkeypatch):
     monkeypatch.setattr("specjax.api.sizing.KV_CACHE_BYTES", ROW_BYTES)
     model, prompt = tiny_llama(0), [[1] * 400]
@@ -424,6 +425,7 @@ def test_steps_are_planned_with_the_rules_that_they_verify_by(verification, more
     assert needed <= setup.memory.workspace_bytes <= 1.02 * needed
 
 
+@pytest.mark.full
 @pytest.mark.goodput
 def test_what_other_kinds_of_sampling_learned_stays_in_the_file(monkeypatch, tmp_path):
     """A process that only samples ran after one that was greedy."""

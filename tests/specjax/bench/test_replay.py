@@ -31,6 +31,7 @@ MACHINES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rows", "machine"),
     [
@@ -171,6 +172,7 @@ ONE = lambda rng: np.full(1, 128)
 DRAINS = lambda rng: rng.integers(32, 128, 8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("lengths_of", "rate", "late"),
     [

@@ -27,6 +27,7 @@ QUICK = "eagle3", "dspark, rnn"
 FULL = [pytest.param(name, marks=pytest.mark.full) for name in KINDS if name not in QUICK]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*QUICK, *FULL])
 def test_a_wide_head_drafts_the_same(name):
     kind_name, options = KINDS[name]

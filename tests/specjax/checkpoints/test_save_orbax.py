@@ -279,6 +279,7 @@ KILLED = textwrap.dedent(
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("when", quick(["files", "rename"], "files"))
 def test_a_killed_save_leaves_the_last_one(when, tmp_path):
     tests = os.path.dirname(sys.modules["helpers"].__file__)

@@ -31,6 +31,7 @@ def run(model_folder, capsys, monkeypatch, tmp_path):
     return run_command
 
 
+@pytest.mark.full
 def test_text_of_one_prompt_streams(run):
     code, out, err = run("w5 w6")
     assert code == 0
@@ -40,6 +41,7 @@ def test_text_of_one_prompt_streams(run):
     assert "no speculation" in err
 
 
+@pytest.mark.full
 def test_speculation_does_not_change_the_text(run, model_folder):
     _, plain, _ = run("w5 w6 w5 w6 w5")
     _, drafted, err = run("w5 w6 w5 w6 w5", "--drafter", str(model_folder))
@@ -192,6 +194,7 @@ def test_logprobs_without_a_tokenizer(run, untokenized_folder, tmp_path):
     assert [line.split(": ")[1] for line in lines] == ids.split()
 
 
+@pytest.mark.full
 def test_several_prompts_have_headers(run):
     code, out, _ = run("w5 w6", "w7")
     assert code == 0

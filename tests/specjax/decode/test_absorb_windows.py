@@ -79,6 +79,7 @@ def run(drafter, params, cut, *, is_whole=True):
     return state.drafter
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(HEADS, "p_eagle"))
 def test_what_a_head_keeps_does_not_depend_on_bursts(name):
     spec, equations, config = HEADS[name]
@@ -116,9 +117,9 @@ class Counting(DrafterSpec):
 @pytest.mark.parametrize(
     ("cut", "of_few", "of_whole"),
     [
-        ((FEW_STEPS,), 2 * FEW_STEPS, 0),
+        pytest.param((FEW_STEPS,), 2 * FEW_STEPS, 0, marks=pytest.mark.full),
         ((1, FEW_STEPS), 2 * (1 + FEW_STEPS), 0),
-        ((FEW_STEPS + 1,), 0, 2 * (FEW_STEPS + 1)),
+        pytest.param((FEW_STEPS + 1,), 0, 2 * (FEW_STEPS + 1), marks=pytest.mark.full),
         ((WINDOW + FEW_STEPS,), FEW_STEPS, WINDOW + SHORT),
         ((WINDOW + FEW_STEPS + 1,), 0, WINDOW + FEW_STEPS + 1 + SHORT),
     ],

@@ -156,6 +156,7 @@ def test_the_law_at_its_edges(rule, shape, edge):
     assert distance(rule, shape, target, sampler(draft), length) < LAW_TOLERANCE
 
 
+@pytest.mark.full
 def test_every_token_among_the_siblings_is_always_accepted():
     """Sequoia: with as many siblings as tokens, whatever the draft law."""
     rule, order = RULES["rejection"]

@@ -291,6 +291,7 @@ def test_the_enumeration_notices_a_drafter_that_misleads(mistake):
         assert gap > NOTICED, shape
 
 
+@pytest.mark.full
 def test_pruning_by_confidence_before_the_token_is_exact():
     drafter = prune_by(prior_confidence)
     assert len({drafted.num_tokens for drafted in drafter(chain(2), ())}) > 1

@@ -67,6 +67,7 @@ def test_options_that_are_unknown_are_left_out():
     assert run(jnp.ones(2)).tolist() == [2, 2]
 
 
+@pytest.mark.full
 def test_bursts_get_them_and_other_steps_do_not(monkeypatch):
     """A decoder of its own, so that its steps are compiled here."""
     given = {}

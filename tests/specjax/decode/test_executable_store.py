@@ -127,6 +127,7 @@ def test_files_that_were_not_read_for_longest_go_first(monkeypatch):
     ]
 
 
+@pytest.mark.full
 def test_what_jaxs_cache_handed_out_is_not_kept(tmp_path):
     """XLA does not write it whole again on a CPU: a later process could not run it."""
     script = textwrap.dedent("""

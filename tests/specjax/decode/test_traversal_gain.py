@@ -106,6 +106,7 @@ def test_traversal_accepts_no_less(name):
     assert max(gains) > 1e-3 or name == "three"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["2,1", "left"])
 def test_the_production_rules_have_these_means(name):
     shape, (target, draft) = SHAPES[name], random_laws(21)

@@ -94,6 +94,7 @@ def decided(rows_at_once):
     return np.asarray(batch.row_starts), run()
 
 
+@pytest.mark.full
 def test_rows_in_chunks_are_decided_as_all_at_once():
     """A chunk's rows have the rules and temperatures of their own; the last chunk is not full."""
     chunks, whole = decided(4)[1].acceptance, decided(ROWS)[1].acceptance

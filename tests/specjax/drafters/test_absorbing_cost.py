@@ -91,7 +91,7 @@ def plain():
     return operations(NoDrafter())
 
 
-QUICK = "EAGLE", "EAGLE-3", "EAGLE-3 of two layers", "DFlash, stored"
+QUICK = ("DFlash, stored",)
 
 
 @pytest.mark.parametrize("name", quick(HEADS, *QUICK))
@@ -103,6 +103,7 @@ def test_no_more_is_computed_than_the_spec_says(plain, name):
     assert least < found < OTHER * least
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("drafter", [EagleDrafter(eagle3_head(2)), DFlashDrafter(DFLASH)])
 def test_next_to_nothing_is_computed_where_what_is_captured_is_stored(plain, drafter):
     drafter = dataclasses.replace(drafter, store_features="captured")

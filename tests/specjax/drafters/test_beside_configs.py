@@ -80,6 +80,7 @@ def test_a_head_goes_with_its_own_method_alone(name):
             specjax.load_drafter(source, TARGET, config)
 
 
+@pytest.mark.full
 def test_plain_decoding_goes_with_any_method():
     out = specjax.generate(TARGET, [[1, 2]], drafter="none", speculative_config=OTHER)
     assert out.stats.acceptance.num_drafted == 0

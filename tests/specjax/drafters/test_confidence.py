@@ -113,6 +113,7 @@ def test_path_probability_knows_the_tokens():
     assert len(set(path[tokens[:, 0] == likely, 0].tolist())) > 1
 
 
+@pytest.mark.full
 def test_a_confidence_head_is_taken_at_its_word():
     """One that says 0.25 of every token, and knows nothing of what is drawn."""
     width = MODEL.config.hidden_size

@@ -346,7 +346,7 @@ class Rows:
         return block, jnp.stack(all_logits), jnp.stack(tokens), estimates, state.pages
 
 
-QUICK = "plain", "a Markov head of its own tokens", "DFlash2 of own tables", "DFlash2, one by one"
+QUICK = "a Markov head of its own tokens", "DFlash2, one by one"
 ONE_BY_ONE = {
     "own tables, logits one by one": "own tables",
     "Markov, one by one": "a Markov head",
@@ -457,6 +457,7 @@ def test_windows_of_layers_that_are_not_causal():
     assert said == drafts
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("taps", [2, 3])
 def test_a_block_reads_no_other_row(taps):
     """What lies before a block's first token counts as nothing, whoever drafts beside it."""
@@ -482,8 +483,9 @@ CONFIDENT = {
 }
 
 
-@pytest.mark.parametrize(("name", "more"), CONFIDENT.values(), ids=CONFIDENT)
-def test_its_confidence_is_what_its_equations_say(name, more):
+@pytest.mark.parametrize("kind", quick(CONFIDENT, "of the token before, too"))
+def test_its_confidence_is_what_its_equations_say(kind):
+    name, more = CONFIDENT[kind]
     config, params = make_head(name, has_confidence=True, **more)
     reference, rows = Reference(config, params), Rows(config, params, says_confidence=True)
     taps = np.random.default_rng(7).standard_normal((5, 2, TARGET.config.hidden_size))
@@ -541,6 +543,7 @@ def test_each_device_has_its_slice_of_the_logits(monkeypatch):
     np.testing.assert_allclose(jax.jit(split)(params), logits(params), rtol=0, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:num_speculative_tokens")  # more than some draft
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
@@ -639,6 +642,7 @@ def repeating():
     return target, specjax.LoadedDrafter("head", DFlashDrafter(config), head)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", quick([2, 4], 4, slow=[2]))
 def test_a_head_that_knows_its_target_is_always_accepted(count):
     target, drafter = repeating()
@@ -672,6 +676,7 @@ def counting():
     return target, specjax.LoadedDrafter("head", DFlashDrafter(config), head)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", quick([1, 5], 5, slow=[1]))
 def test_a_markov_head_that_knows_its_target_is_always_accepted(count):
     """Its block says nothing: each draft token follows from the one before alone."""
@@ -689,6 +694,7 @@ def test_a_markov_head_that_knows_its_target_is_always_accepted(count):
     assert acceptance.num_accepted == acceptance.num_drafted > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rule", quick(["seeded", "rejection"], "seeded"))
 def test_a_request_may_allow_none_of_its_candidates(rule):
     """The selector says one token of each row, and the request allows another alone."""

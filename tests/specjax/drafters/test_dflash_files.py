@@ -544,6 +544,7 @@ def test_a_config_names_its_method(tmp_path):
         specjax.SpeculationConfig(method="dflash")
 
 
+@pytest.mark.full
 def test_a_drafter_that_a_call_names_goes_before_that_of_the_config(tmp_path):
     folder = write(tmp_path, flat(), tensors_of(config_of()))
     config = {"method": "dflash", "model": "elsewhere"}

@@ -156,6 +156,7 @@ def test_a_chain_is_what_the_target_would_say():
 SAID = TokenSet.of(np.arange(VOCAB) % 2 == 1)
 
 
+@pytest.mark.full
 def test_a_chain_of_some_tokens_is_the_best_of_them():
     state, found = drafted("chain", SAID)
     tokens = np.asarray(found.proposal.token_ids)

@@ -237,7 +237,7 @@ def test_drafts_along_a_text_are_those_of_the_equations(name):
     assert not np.any(is_root[2:])
 
 
-@pytest.mark.parametrize("name", quick(CASES, *QUICK))
+@pytest.mark.parametrize("name", quick(CASES, "EAGLE-3, own_tables"))
 def test_learning_reads_nothing_after_a_text(name):
     kind, _, make = CASES[name]
     (config, params), text = make(), make_text()
@@ -255,6 +255,7 @@ def test_learning_reads_nothing_after_a_text(name):
     assert all(is_moved), [leaf.shape for leaf, moved in zip(leaves, is_moved) if not moved]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["EAGLE-3, plain", "DSpark, gated", "MLP", "Medusa", "draft model"]
 )

@@ -34,7 +34,7 @@ def test_what_it_says_is_what_its_equations_say(name):
     check_texts(Reference(config, params), Rows(config, params, 3), 3, VOCAB)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", quick([0.0, 0.8], 0.8))
 def test_tokens_are_those_of_plain_decoding(temperature):
     config, params = make_head("own_tables")
     drafter = specjax.LoadedDrafter("head", EagleDrafter(config), params)
@@ -51,6 +51,7 @@ def test_tokens_are_those_of_plain_decoding(temperature):
     assert found[1].stats.acceptance.num_drafted > 20
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", quick([1, 3], 3, slow=[1]))
 def test_a_head_that_copies_its_target_is_always_accepted(count):
     """Half of its heads are the target's, and the others attend to their own token alone: they add

@@ -56,6 +56,7 @@ def loaded(name="plain", shape=None):
     return specjax.LoadedDrafter("head", EagleDrafter(config, shape), params)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(FLAGS, "plain"))
 def test_what_it_says_is_what_its_equations_say(name):
     config, params = make_head(name)
@@ -147,6 +148,7 @@ def test_tensors_tell_the_flags(tmp_path, flags, expected):
     assert found.config == config_of(**expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("class_name", ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle"])
 def test_it_is_known_by_its_class_or_its_tensors(tmp_path, class_name):
     folder = write(tmp_path, raw_of(), tensors_of())

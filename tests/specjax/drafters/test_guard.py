@@ -144,6 +144,7 @@ class KeepingDrafts(Returning):
         return Drafter(draft, init=lambda rows, *sizes: jnp.zeros((rows, depth), jnp.int32))
 
 
+@pytest.mark.full
 def test_a_state_that_depends_on_the_depth_is_told_apart(target):
     _, (told,) = run(target, KeepingDrafts(), prompts=PROMPTS[:1])
     assert "A state may not depend on K: its init is of a build for K = 1" in told
@@ -237,6 +238,7 @@ def tokens_of_one(target, drafter, max_tokens):
     return out[0].token_ids
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("parents", "depths"),
     [((-1, 0, 1, 2), (0, 1, 1, 1)), ((-1, 0, 1, 2), (0, 0, 0, 0)), ((0, 0, 1, 2), (0, 1, 2, 3))],

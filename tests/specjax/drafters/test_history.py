@@ -104,6 +104,7 @@ def stands(part, source):
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 
+@pytest.mark.full
 @hypothesis.given(tokens, tokens, st.lists(tokens, min_size=1, max_size=3))
 @hypothesis.settings(max_examples=40, deadline=None)
 def test_it_reads_on_from_the_longest_match(first, second, texts):

@@ -140,6 +140,7 @@ def without_branches(layers):
     return tuple(layer | none(layer) for layer in layers)
 
 
+@pytest.mark.full
 def test_it_reads_what_the_final_norm_of_the_target_reads():
     """A target of embeddings alone repeats its last token, and so does a layer that has its norm.
 
@@ -276,6 +277,7 @@ def test_the_layer_is_taken_from_the_target_s_folder(tmp_path, published):
     assert out[0].token_ids == specjax.generate(target, [[1, 2, 3]], sampling=sampling)[0].token_ids
 
 
+@pytest.mark.full
 def test_the_command_finds_the_target_s_folder(tmp_path, published, capsys, monkeypatch):
     monkeypatch.setenv("SPECJAX_CACHE_DIR", "off")
     write_to, _ = published

@@ -166,6 +166,7 @@ def test_what_it_says_is_what_its_equations_say(name, is_traced):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:num_speculative_tokens")  # more than some draft
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
@@ -190,6 +191,7 @@ def test_tokens_are_those_of_plain_decoding(temperature, name):
     assert len(found.stats.acceptance.drafted_at) == HEADS[name].most_drafts
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", quick(["Medusa", "MLP", "MLP, tied"], "MLP", slow=["Medusa", "MLP, tied"])
 )
@@ -376,6 +378,7 @@ def test_folders_of_medusa(tmp_path, name, naming):
     assert specjax.load_drafter(folder, TARGET).spec == NewestStateDrafter(config)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", quick(["medusa", "mlp_speculator"], "medusa"))
 def test_methods_of_configs(tmp_path, method):
     is_medusa = method == "medusa"

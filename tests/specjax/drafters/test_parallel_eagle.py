@@ -97,7 +97,7 @@ def two_texts(rows, length):
 ONE_BY_ONE = {"own tables, logits one by one": "own_tables"}
 
 
-@pytest.mark.parametrize("name", [*FLAGS, *ONE_BY_ONE])
+@pytest.mark.parametrize("name", quick([*FLAGS, *ONE_BY_ONE], "own tables, logits one by one"))
 def test_what_it_says_is_what_its_equations_say(name, monkeypatch):
     if name not in FLAGS:
         monkeypatch.setattr(one_pass, "MOST_LOGIT_BYTES", 0)
@@ -126,6 +126,7 @@ def test_rows_are_asked_for_numbers_of_their_own(asked, monkeypatch):
         np.testing.assert_allclose(found, expected[: asked[row]], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("store_features", [None, "captured"])
 @pytest.mark.parametrize("name", quick(["two_layers", "plain"], "two_layers"))
 def test_a_head_catches_up_from_what_it_stored(name, store_features):
@@ -203,6 +204,7 @@ def repeating():
     return target, specjax.LoadedDrafter("head", EagleDrafter(config), head)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", quick([1, 4], 4, slow=[1]))
 def test_a_head_that_knows_its_target_is_always_accepted(count):
     target, drafter = repeating()

@@ -157,6 +157,7 @@ def check(texts, caps=(DEPTH,) * ROWS):
     return drafts
 
 
+@pytest.mark.full
 def test_drafts_are_what_a_dense_forward_says_after_the_root_and_each_mask():
     """After a prompt; after all, some and no drafts were accepted; after steps without drafts."""
     texts = Texts()

@@ -53,6 +53,7 @@ class HiddenAreSlices(TokenByToken):
         return slices.slice_of(hidden, VOCAB // jax.lax.axis_size("tensor")), slices
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("of_one", [True, False], ids=["one", "siblings"])
 def test_slices_of_the_vocabulary_draw_what_the_whole_draws(of_one):
     """One token by a few numbers of other devices; several, and laws, of gathered logits."""
@@ -86,6 +87,7 @@ def target_choice(logits):
     return choice.token_ids
 
 
+@pytest.mark.full
 def test_the_first_child_of_a_seeded_row_is_what_the_target_would_choose():
     drawn, same, (log_probs, ranked) = children(HIDDEN)
     said = target_choice(HIDDEN)

@@ -86,7 +86,7 @@ GOLDEN = {
 }
 
 
-@pytest.mark.parametrize("name", quick(GOLDEN, "eagle3", "medusa", "dflash"))
+@pytest.mark.parametrize("name", quick(GOLDEN, "medusa"))
 def test_drafts_are_those_of_the_golden_file(name, tmp_path):
     golden = GOLDEN[name]
     (tmp_path / "given").mkdir()

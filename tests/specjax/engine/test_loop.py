@@ -569,6 +569,7 @@ def test_a_request_too_long_is_refused(sizes):
         start(FakeDecoder(**sizes), [5], prompts=[4])
 
 
+@pytest.mark.full
 @hypothesis.settings(max_examples=150, deadline=None)
 @hypothesis.given(data=st.data())
 def test_random_loads_lose_and_mix_up_nothing(data):

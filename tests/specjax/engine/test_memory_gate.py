@@ -174,6 +174,7 @@ def test_with_the_gate_on_the_worst_case_nobody_is_preempted():
     assert "pages" not in reasons
 
 
+@pytest.mark.full
 def test_without_a_gate_requests_are_preempted_and_lose_nothing():
     loop, requests = adversarial_loop(gate="current", gate_tokens=None)
     finish(loop, requests)

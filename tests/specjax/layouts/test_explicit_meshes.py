@@ -54,7 +54,7 @@ def assert_explicit(tree):
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("name", quick(CASES, "maxtext, layers stacked", "tunix"))
+@pytest.mark.parametrize("name", quick(CASES, "maxtext, layers stacked"))
 def test_there_and_back(name, where, order):
     layout, variant = CASES[name]
     theirs = specjax.convert_back(PARAMS, variant, CONFIG)

@@ -62,6 +62,7 @@ def test_nnx(has_heads, qkv_bias):
     np.testing.assert_allclose(logits(params, config), expected, **CLOSE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("has_heads", [False, True])
 @pytest.mark.parametrize("is_scanned", [False, True])
 def test_linen(is_scanned, has_heads):

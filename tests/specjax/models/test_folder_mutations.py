@@ -12,6 +12,7 @@ SCRIPT = Path(__file__).with_name("folder_mutations.py")
 MOST_MEGABYTES = 1000.0
 
 
+@pytest.mark.full
 def test_sixty_folders_with_one_thing_wrong(tmp_path, say):
     sweep(SCRIPT, range(60), tmp_path, say, MOST_MEGABYTES)
 

@@ -668,6 +668,7 @@ def test_a_plan_has_pages_for_its_device():
     assert request_of("gpu:h100", engine=EngineConfig(page_size=32)).engine.page_size == 32
 
 
+@pytest.mark.full
 def test_kernels_in_use_are_those_of_the_platform():
     small = find_config("demo").first_layers(1)
     request = request_of("cpu", "ngram", target=small, dtype="float32", engine=EngineConfig())

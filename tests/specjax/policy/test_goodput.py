@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from asked_for import quick
 
 from specjax.bench.replay import Clock, Costs, Replay, Workload
 from specjax.decode.bucket import Bucket
@@ -325,7 +326,7 @@ def test_what_short_processes_lose_repays_compiling_and_no_reading(is_kept):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 0.8, 0.95])
-@pytest.mark.parametrize("rows", [1, 4, 32])
+@pytest.mark.parametrize("rows", quick([1, 4, 32], 4))
 def test_never_slower_than_the_best_k(rate, rows):
     workload = Workload(np.full(rows, 3000), np.full(rows, rate), context=100)
     _, best = best_fixed(workload, COSTS, (0, 1, 2, 4, 7))
@@ -1006,6 +1007,7 @@ def test_what_a_burst_read_from_disk_leaves_to_save_adds_up_over_processes():
     assert prepared == [Bucket(1, 4)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("share", [0.02, 0.05])
 def test_asking_goes_on_though_catching_up_takes_a_large_share(share):
     """Requests of 17 s each: once in half a minute an ask may take 3 % of half a minute."""

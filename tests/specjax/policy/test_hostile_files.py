@@ -47,6 +47,7 @@ def test_more_than_a_run_keeps_is_refused_before_anything_is_solved(steps, monke
     assert not known.costs.measured
 
 
+@pytest.mark.full
 def test_as_many_as_a_run_keeps_can_be_read_again():
     costs = StepCosts()
     for rows in range(1, MOST_BUCKETS + 9):

@@ -141,6 +141,7 @@ def test_bytes_moved_are_those_of_the_matrices():
     assert roll(tree, "nnx").metrics["weights_bytes_moved"] == bytes_of_kernels(params(3))
 
 
+@pytest.mark.full
 def test_the_state_of_an_nnx_module_is_sampled_as_it_computes():
     model = NnxLlama(CONFIG, nnx.Rngs(0))
     batch = roll(nnx.state(model, nnx.Param), "nnx")
@@ -202,6 +203,7 @@ def test_arrays_of_numpy_are_read_anew():
     assert_same(roll(tree, "nnx"), expected(1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["specjax", "nnx"])
 def test_over_a_mesh(layout):
     mesh = jax.make_mesh((2,), ("tensor",))

@@ -80,6 +80,7 @@ def others(params):
     return jax.tree.map(lambda leaf: leaf * 1.1, params)
 
 
+@pytest.mark.full
 def test_threads_share_steps_and_get_their_own_samples(make, alone, model):
     decoder = make(shares_steps=True)
     batches = in_threads([call(decoder, prompt, model.params) for prompt in PROMPTS])
@@ -172,6 +173,7 @@ def test_a_step_that_fails_ends_all_rollouts_and_none_after(make, alone, model, 
     assert is_idle(decoder)
 
 
+@pytest.mark.full
 def test_many_threads_one_after_the_other_and_beside_each_other(make, alone, model):
     decoder, trees = make(shares_steps=True), [model.params, others(model.params)]
 

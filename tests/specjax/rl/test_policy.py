@@ -74,7 +74,7 @@ def plain_tempered(params, name, text, temperature):
     return jnp.where(text.completion_mask, own, 0.0)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick(MODELS, "llama"))
 def test_in_float32_it_is_what_rollouts_report(name):
     text = batch(name)
     told = logprobs(decoder(name), model(name).params, text)
@@ -106,6 +106,7 @@ def test_padding_may_stand_inside_a_text():
         np.testing.assert_allclose(own, np.asarray(dense)[text.completion_mask], atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_temperature_per_sample_and_none():
     text, params = batch(), model().params
     heats = np.array([0.7, 1.0, 0.0, 2.0], np.float32)
@@ -140,8 +141,8 @@ def test_memory_grows_with_the_width_and_not_its_square():
     assert narrow < wide < 5 * narrow
 
 
-@pytest.mark.parametrize("is_saving_memory", [True, False])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("is_saving_memory", quick([True, False], True))
+@pytest.mark.parametrize("name", quick(MODELS, "llama"))
 def test_gradients_are_those_of_a_plain_forward(name, is_saving_memory, monkeypatch):
     if is_saving_memory:  # logits in chunks of five tokens of each sample, the last not full
         monkeypatch.setattr(policy, "LOGIT_BYTES", 4 * model(name).config.vocab_size * 4 * 5)
@@ -197,6 +198,7 @@ def test_bfloat16_with_hidden_states_in_float32(name):
     assert other["mean_gap"] > 4 * wide["mean_gap"]
 
 
+@pytest.mark.full
 def test_float32_masters_are_cast_once_per_update():
     masters = model().params
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), masters)
@@ -236,6 +238,7 @@ def test_a_tree_in_another_layout():
     assert jax.tree.structure(grads) == jax.tree.structure(theirs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "kind"),
     [

@@ -123,6 +123,7 @@ def test_prompts_end_where_completions_begin():
     assert (np.asarray(batch.params_versions) > 0).tolist() == batch.completion_mask.tolist()
 
 
+@pytest.mark.full
 def test_it_passes_through_jit():
     batch = expected()
 

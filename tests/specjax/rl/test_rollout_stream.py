@@ -112,7 +112,7 @@ def assert_is_free(own="plain"):
 
 
 @pytest.mark.parametrize("name", quick(["plain", "history", "draft"], "plain", slow=["draft"]))
-@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("in_order", quick([False, True], True))
 def test_the_samples_are_those_of_one_rollout(name, in_order):
     batches = list(begin(name, iter(PROMPTS), in_order=in_order, batch_groups=2))
     assert [batch.num_samples for batch in batches] == [4, 4, 4, 4, 2]
@@ -135,6 +135,7 @@ def test_over_a_mesh():
     assert all(pool.num_held == 0 for pool in split._loop.scheduler.pools)
 
 
+@pytest.mark.full
 def test_with_too_few_pages():
     own = build("plain", dataclasses.replace(ENGINE, num_pages=10))
     batches = list(begin(own))

@@ -82,6 +82,7 @@ def test_specs(spec, heads_axis, wanted):
     assert View(None, heads_axis).split(PartitionSpec(*spec)) == PartitionSpec(*wanted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("index", quick(range(len(PLAIN)), len(PLAIN) - 1))
 def test_no_byte_is_copied(index):
     layout = PLAIN[index]
@@ -98,6 +99,7 @@ def test_no_byte_is_copied(index):
     assert num_traces[1] == num_traces[2]
 
 
+@pytest.mark.full
 def test_what_a_product_does_not_take_is_converted():
     """Layers that are stacked, values that are scaled, and weights in float32."""
     scanned = variants("maxtext", CONFIG)[-1]
@@ -108,6 +110,7 @@ def test_what_a_product_does_not_take_is_converted():
     assert batch.metrics["weights_bytes_moved"] > 0
 
 
+@pytest.mark.full
 def test_heads_that_a_tpu_would_move_are_converted(monkeypatch):
     monkeypatch.setattr(assemble, "VIEWED", {"cpu": assemble.VIEWED["cpu"][:2]})
     decoder = specjax.build_decoder(CONFIG, engine=ENGINE, layout="tunix")

@@ -439,6 +439,7 @@ def test_choice_depends_on_seed_position_and_role():
     assert np.mean(target[:-1] == target[1:]) < 0.2
 
 
+@pytest.mark.full
 def test_choice_follows_target_probs():
     """200k draws of a filtered distribution: within 5 standard errors, nothing outside."""
     case = make_case(SamplingParams(temperature=0.7, top_k=12, top_p=0.95), scale=1.5)

@@ -140,6 +140,7 @@ def test_argmax_of_skewed_logits_follows_their_softmax():
     assert chi_square_p_value(counts, probs) > LEAST_P_VALUE
 
 
+@pytest.mark.full
 def test_races_of_a_large_vocabulary_are_fair():
     """Whole regions and single residues of 4,096 token ids win equally often."""
     draw = jax.jit(lambda keys: first_argmax(gumbel_noise(keys, 4096))[0])
@@ -177,6 +178,7 @@ def test_the_largest_of_many_draws_has_its_distribution():
     assert p_value > LEAST_P_VALUE
 
 
+@pytest.mark.full
 def test_the_largest_of_fifty_million_draws_are_distinct():
     """About 1,988 of 2,000 for words of 32 bits; uniforms of 24 bits give 322."""
     draw = jax.jit(lambda keys: gumbel_noise(keys, 128_000))

@@ -69,6 +69,7 @@ def check(spec: DrafterSpec) -> None:
 
 # Each compiles steps of its own. The gate has those that draft from text: what a model drafts,
 # test_draft_model and tests of whole runs have, and heads have tests like this one.
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", quick(SPECS, "ngram", slow=[name for name in SPECS if name not in ("ngram", "history")])
 )

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from asked_for import quick
 from helpers import assert_engine_is_empty, first_layer, tiny_llama
 
 import specjax
@@ -180,6 +179,7 @@ def _wave(engine, seed=0):
     return (after.num_accepted - before.num_accepted) / drafted
 
 
+@pytest.mark.full
 def test_no_token_changes_and_more_drafts_are_accepted(target, head):
     with _engine(target, None, speculative_config=None) as engine:
         expected = _served(engine)
@@ -231,7 +231,8 @@ def _drafter_of(target, kind):
     return specjax.LoadedDrafter(kind, own.spec(config), params)
 
 
-@pytest.mark.parametrize("kind", quick(sorted(KINDS), "eagle3"))
+@pytest.mark.full
+@pytest.mark.parametrize("kind", sorted(KINDS))
 def test_the_loss_is_that_of_a_forward_of_the_target(target, head, kind):
     drafter = head if kind == "eagle3" else _drafter_of(target, kind)
     prompts = [[3, 1], [7, 2, 9], [4, 4, 4, 4]]
@@ -259,10 +260,9 @@ def test_the_loss_is_that_of_a_forward_of_the_target(target, head, kind):
     assert like(before.params) == like(after.params)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "optimizer",
-    [optax.scale(np.nan), pytest.param(optax.sgd(1e4), marks=pytest.mark.full)],
-    ids=["not finite", "diverges"],
+    "optimizer", [optax.scale(np.nan), optax.sgd(1e4)], ids=["not finite", "diverges"]
 )
 def test_an_update_that_does_harm_is_dropped(target, head, optimizer):
     adapt = dataclasses.replace(_adapt(), optimizer=optimizer)
@@ -278,6 +278,7 @@ def test_an_update_that_does_harm_is_dropped(target, head, optimizer):
     assert all(a is b for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after)))
 
 
+@pytest.mark.full
 def test_new_weights_of_the_target(target, head):
     other = tiny_llama(1)
     with _engine(target, head, adapt=_adapt()) as engine:
@@ -332,6 +333,7 @@ def test_what_windows_held_before_is_not_learned(target, head):
     assert stats.num_dropped == 0
 
 
+@pytest.mark.full
 def test_an_engine_without_requests_stops(target, head):
     with _engine(target, head, adapt=_adapt(every_tokens=NEVER, idle_steps=2)) as engine:
         assert engine.step() == []

@@ -87,6 +87,7 @@ def test_batches_of_any_shape_share_the_executable(policy, decoder, adapter):
     assert adapter.num_traces == max(traces, 1)
 
 
+@pytest.mark.full
 def test_it_learns_every_few_calls(policy, decoder):
     adapter = DrafterAdapter(decoder, optax.adam(0.01), every=3, rows=4)
     batch = _sampled(decoder, policy.params)
@@ -246,6 +247,7 @@ def test_optimizers_of_many_kinds_are_taken(decoder):
         DrafterAdapter(decoder, optimizer).init()
 
 
+@pytest.mark.full
 def test_a_state_of_an_adapter_of_other_sizes_goes_on(policy, decoder, adapter):
     begun = DrafterAdapter(decoder, optax.adam(0.02), replay=5, max_tokens=9).init()
     after, stats = adapter.step(begun, policy.params, _sampled(decoder, policy.params))
@@ -253,6 +255,7 @@ def test_a_state_of_an_adapter_of_other_sizes_goes_on(policy, decoder, adapter):
     assert after.replay.texts.token_ids.shape == (5, 9)
 
 
+@pytest.mark.full
 def test_a_policy_of_nan_agrees_with_nothing(policy, decoder, adapter):
     broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), policy.params)
     state = adapter.init()
@@ -293,6 +296,7 @@ def test_states_and_weights_of_other_trees(policy, head, decoder, adapter):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(head.params))
 
 
+@pytest.mark.full
 def test_an_environments_tokens_are_not_learned(policy, decoder):
     batch = _sampled(decoder, policy.params)
     none = dataclasses.replace(batch, loss_mask=jnp.zeros_like(batch.loss_mask))
@@ -355,6 +359,7 @@ def test_weights_that_are_not_the_drafters_are_refused(policy, head, decoder, ad
         draft_loss(decoder, head.params, policy.params, batch, depth=0)
 
 
+@pytest.mark.full
 def test_an_update_that_is_not_finite_changes_nothing(policy, decoder):
     adapter = DrafterAdapter(decoder, optax.sgd(float("nan")), rows=2)
     state = adapter.init()

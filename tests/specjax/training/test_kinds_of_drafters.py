@@ -98,7 +98,7 @@ def test_medusa_begins_as_the_target_itself(has_head):
         np.testing.assert_allclose(said[:, 1 + s :], before, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", quick(KINDS, "dspark", "mlp_speculator"))
+@pytest.mark.parametrize("name", quick(KINDS, "mlp_speculator"))
 def test_a_target_in_bfloat16(name):
     kind, config, params = begun(name)
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), MODEL.params)
@@ -120,7 +120,7 @@ def test_a_draft_model_that_is_given():
         draft_model.given(tiny_model(vocab_size=7), MODEL.config)
 
 
-@pytest.mark.parametrize("tokens_per_root", [1, 5])
+@pytest.mark.parametrize("tokens_per_root", quick([1, 5], 5))
 def test_blocks_after_every_token(tokens_per_root):
     """Without a key, some roots at a time; each says what it says where it is drawn."""
     kind, config, params = begun("dspark", tokens_per_root=tokens_per_root)

@@ -294,6 +294,7 @@ def test_the_gradient_takes_where_steps_begin_as_given():
     assert chance.max() < 1.001
 
 
+@pytest.mark.full
 def test_slices_of_logits_change_nothing(monkeypatch):
     every = Objective(text=0.1, overlap=0.2, accepted=0.3)
     whole = loss_and_slopes(every, *toy())

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from asked_for import quick
 from helpers import tiny_llama
 
 import specjax
@@ -48,6 +49,7 @@ def _assert_equal(one, other):
     )
 
 
+@pytest.mark.full
 def test_a_run_that_was_stopped_ends_with_the_same_bits(target, text, tmp_path):
     whole = train(target, text, config=CONFIG)
     for step in (0, 4):
@@ -104,6 +106,7 @@ def test_it_learns_text_that_the_target_repeats(target):
     assert out.stats.mean_acceptance_length > 0.8 * last.greedy_length
 
 
+@pytest.mark.full
 def test_training_stops_when_held_out_text_says_no_more(target, text):
     config = dataclasses.replace(CONFIG, steps=40, learning_rate=1.0, patience=2)
     trained = train(target, text, config=config)
@@ -123,6 +126,7 @@ def test_a_run_that_stopped_early_is_there_again(target, text, tmp_path):
     _assert_equal(again.drafter.params, first.drafter.params)
 
 
+@pytest.mark.full
 def test_expected_accepted_tokens_alone_choose_the_best_weights(target, text):
     objective = Objective(distribution=0, likeliest=0, accepted=1)
     config = dataclasses.replace(CONFIG, steps=20, learning_rate=0.02, objective=objective)
@@ -140,7 +144,8 @@ def test_a_target_that_gives_nan_is_refused(target, text):
         train(broken, text, config=CONFIG)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", pytest.param("draft_model", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
 def test_a_drafter_goes_on_learning(target, text, kind):
     first = train(target, text, kind, config=CONFIG, held_out=text)
     more = dataclasses.replace(CONFIG, learning_rate=1e-4)
@@ -181,6 +186,7 @@ def test_texts_that_the_target_cannot_read_are_refused(target):
         train(target, negative, config=CONFIG)
 
 
+@pytest.mark.full
 def test_a_part_of_the_vocabulary_is_that_of_frequent_tokens(target, text):
     trained = train(target, text, config=CONFIG, head={"draft_vocab_size": 7})
     training, _ = text.split(0.05)
@@ -192,6 +198,7 @@ def test_a_part_of_the_vocabulary_is_that_of_frequent_tokens(target, text):
     assert trained.drafter.params["lm_head"].shape == (7, target.config.hidden_size)
 
 
+@pytest.mark.full
 def test_a_gradient_that_is_not_finite_changes_nothing(target, text):
     learner, _ = trainer._learner(target, "eagle3", CONFIG, {})
     optimizer = CONFIG.transformation([target.config.vocab_size])
@@ -204,6 +211,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(target, text):
     assert int(after.step) == 1
 
 
+@pytest.mark.full
 def test_a_drafter_that_goes_on_learns_at_a_tenth_of_the_rate(target, text):
     first = train(target, text, config=CONFIG)
     again = train(target, text, config=CONFIG, start=first.drafter)
@@ -213,6 +221,7 @@ def test_a_drafter_that_goes_on_learns_at_a_tenth_of_the_rate(target, text):
     assert asked.going_on() == asked
 
 
+@pytest.mark.full
 def test_bfloat16_target(text):
     target = tiny_llama(0)
     target = dataclasses.replace(
@@ -225,7 +234,7 @@ def test_bfloat16_target(text):
     assert all(np.isfinite(look.figures.mean_loss) for look in trained.looks)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
+@pytest.mark.parametrize("kind", quick(["eagle3", "draft_model"], "eagle3"))
 def test_it_is_saved_and_read(target, text, tmp_path, kind):
     trained = train(target, text, kind, config=CONFIG)
     trained.save(tmp_path / kind)
@@ -304,6 +313,7 @@ def test_prompts_have_a_length(text):
             own_text.prompts_of(text, *numbers)
 
 
+@pytest.mark.full
 def test_own_text_goes_on_where_it_was_stopped(target, tmp_path, monkeypatch):
     prompts = [[i] for i in range(5)]
     sampling = specjax.SamplingParams(temperature=1.0, max_tokens=6, seed=3, ignore_eos=True)

@@ -202,6 +202,7 @@ def test_a_model_that_does_not_fit_is_left_out_with_the_reason(context, monkeypa
             run()
 
 
+@pytest.mark.full
 def test_weights_that_are_no_longer_asked_for_are_dropped():
     models = random_models.RandomModels()
     tiny, name = models.pair(Pair("tiny", "ngram"))
