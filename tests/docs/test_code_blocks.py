@@ -14,25 +14,23 @@ import importlib.util
 import json
 import re
 import shlex
-import shutil
 import tomllib
 
 import pytest
 from asked_for import quick
+from demo_layers import save_first_layers
 from pages import COMMANDS, PAGES, ROOT, Block, blocks_of, name_of
 
 import specjax
 from specjax import demo
 from specjax.cli import main as command_line
 from specjax.models import loading
-from specjax.testing import save_model
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 LANGUAGES = {"python", "sh", "json", "toml", "text", "indented"}
 SHELL = {"sh", "indented"}
 PLACEHOLDERS = {"path/to/model": demo.TARGET_FOLDER, "path/to/draft": demo.DRAFT_FOLDER}
-NUM_LAYERS = {"target": 2, "draft": 1}  # of the pair that most pages run over
 FEW_TOKENS = 8
 # Their commands are run, not only parsed.
 RUN_PAGES = ("README.md", "docs/guides/first-text.md")
@@ -81,16 +79,7 @@ def placed(text: str) -> str:
 @pytest.fixture(scope="module")
 def first_layers(tmp_path_factory):
     """Returns a folder like that of the embedded weights, of the first layers of both models."""
-    weights = tmp_path_factory.mktemp("weights")
-    for name, num_layers in NUM_LAYERS.items():
-        whole, folder = demo.WEIGHTS_FOLDER / name, weights / name
-        model = specjax.load_model(whole)
-        config = model.config.first_layers(num_layers)
-        params = model.params | {"layers": model.params["layers"][:num_layers]}
-        raw = json.loads((whole / "config.json").read_text()) | {"num_hidden_layers": num_layers}
-        shutil.copytree(whole, folder)
-        save_model(folder, specjax.Model(config, params), raw)
-    return weights
+    return save_first_layers(tmp_path_factory.mktemp("weights"))
 
 
 @pytest.fixture

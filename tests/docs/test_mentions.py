@@ -7,7 +7,7 @@ import re
 import pytest
 from pages import ROOT, found_under
 
-FOLDERS = ("colab", "configs", "docs", "pallas_kernels", "specjax", "tests")
+FOLDERS = ("colab", "configs", "docs", "examples", "pallas_kernels", "specjax", "tests")
 FILES = {
     path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")
 }
@@ -17,7 +17,7 @@ SOURCES = sorted(
     + [
         path
         for path in FILES
-        if re.match(r"(configs|docs|pallas_kernels|specjax)/.*\.(py|md)$", path)
+        if re.match(r"(configs|docs|examples|pallas_kernels|specjax)/.*\.(py|md)$", path)
     ]
 )
 PATH = re.compile(r"(?<![\w/.:-])(?:[\w-]+/)+[\w-]+\.(?:py|md|json|svg|png|ipynb)\b")

@@ -1,0 +1,68 @@
+"""A file of prompts, one a line, to a file of JSON lines.
+
+    python examples/batch_file.py prompts.txt answers.jsonl --model path/to/model --drafter ngram
+
+Each answer is written when it ends, so answers are in the order in which they end; "line" says
+which prompt each belongs to. A run that was stopped goes on: lines that have an answer are left
+out. A prompt that cannot be served is reported in its own line; the others are answered.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import specjax
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("answers", type=Path)
+    parser.add_argument("--model", default="demo", help="a folder, or a name on the Hub")
+    parser.add_argument("--drafter", default="demo", help="a folder, ngram, history, ...")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    args = parser.parse_args(argv)
+
+    prompts = args.prompts.read_text(encoding="utf-8").splitlines()
+    has_answer = answered(args.answers)
+    todo = {line: text for line, text in enumerate(prompts, start=1) if line not in has_answer}
+    print(f"{len(todo)} of {len(prompts)} lines are to be answered")
+
+    sampling = specjax.SamplingParams(temperature=0, max_tokens=args.max_tokens)
+    with (
+        specjax.Engine(args.model, drafter=args.drafter) as engine,
+        args.answers.open("a", encoding="utf-8") as file,
+    ):
+
+        def write(line, **answer):
+            print(json.dumps({"line": line, **answer}, ensure_ascii=False), file=file, flush=True)
+
+        line_of = {}
+        for line, prompt in todo.items():
+            try:
+                line_of[engine.add(prompt, sampling)] = line
+            except ValueError as error:
+                write(line, error=str(error))
+        while engine.has_work:
+            for chunk in engine.step():
+                if (done := chunk.completion) is not None:
+                    write(
+                        line_of[done.prompt_index],
+                        text=done.text,
+                        finish_reason=done.finish_reason,
+                        num_tokens=len(done.token_ids),
+                        error=done.error,
+                    )
+        print(engine.stats)
+
+
+def answered(path):
+    """Returns the numbers of lines with an answer; drops an answer that is half-written."""
+    whole, _, rest = (path.read_text(encoding="utf-8") if path.exists() else "").rpartition("\n")
+    if rest:
+        path.write_text(whole + "\n" * bool(whole), encoding="utf-8")
+    return {json.loads(text)["line"] for text in whole.splitlines()}
+
+
+if __name__ == "__main__":
+    main()

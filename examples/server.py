@@ -1,0 +1,152 @@
+"""A server that OpenAI's clients understand, on this machine alone.
+
+    python examples/server.py --model path/to/model --drafter ngram
+    curl localhost:8000/v1/completions -d '{"prompt": "def main():", "stream": true}'
+
+It has /v1/chat/completions and /v1/completions, streamed or whole, /v1/models and /metrics.
+Requests share the engine's steps, and a client that leaves aborts its request. There are no
+passwords and no TLS, so it listens on the loopback interface. The standard library is enough.
+"""
+
+import argparse
+import asyncio
+import http
+import json
+import time
+from contextlib import aclosing, suppress
+
+from chat import prompt_of
+from prometheus import metrics_text
+
+import specjax
+
+MOST_BYTES = 10_000_000  # of a request's body
+SAMPLING = {"temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "seed", "n"}
+SAMPLING |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"}
+OTHERS = {"model", "prompt", "messages", "stream", "stream_options", "user"}
+
+
+class Server:
+    """Answers connections, one request each, by one engine."""
+
+    def __init__(self, engine, target):
+        self.engine, self.target = engine, target
+
+    async def connected(self, reader, writer):
+        """Ends when the request is answered, or its client has left."""
+        try:
+            request, body = await read_request(reader)
+            answering = asyncio.create_task(self.answer(request, body, writer))
+            leaving = asyncio.create_task(reader.read())  # returns when the client closes
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            leaving.cancel()
+            answering.cancel()  # nothing where it is done; otherwise the engine's stream ends
+            with suppress(asyncio.CancelledError):
+                await answering
+        except (ValueError, TypeError, LookupError, asyncio.LimitOverrunError) as error:
+            reply(writer, 400, {"error": {"message": f"{type(error).__name__}: {error}"}})
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # the client left first
+        finally:
+            writer.close()
+
+    async def answer(self, request, body, writer):
+        if request in ("POST /v1/completions", "POST /v1/chat/completions"):
+            await self.complete(dict(json.loads(body)), "chat" in request, writer)
+        elif request == "GET /v1/models":
+            models = [{"id": self.target.name, "object": "model"}]
+            reply(writer, 200, {"object": "list", "data": models})
+        elif request == "GET /metrics":
+            reply(writer, 200, metrics_text(self.engine.stats, self.target.name))
+        else:
+            reply(writer, 404, {"error": {"message": f"{request} is not served here"}})
+
+    async def complete(self, body, is_chat, writer):
+        """Sends text, chunk by chunk where `stream` asks for it, else in one piece."""
+        if unknown := set(body) - SAMPLING - OTHERS:
+            raise ValueError(f"{', '.join(sorted(unknown))}: not supported here; leave it out.")
+        wanted = {name: body[name] for name in SAMPLING & set(body) if body[name] is not None}
+        prompt = prompt_of(self.target, body.get("messages")) if is_chat else body.get("prompt")
+        kind = "chat.completion" if is_chat else "text_completion"
+        shell = {"id": f"specjax-{time.time_ns()}", "created": int(time.time()), "object": kind}
+        shell["model"] = self.target.name
+        begun, done = False, []
+        stream = self.engine.astream(prompt, specjax.SamplingParams(**wanted))
+        async with aclosing(stream) as chunks:
+            async for chunk in chunks:
+                done += [chunk.completion] if chunk.completion else []
+                if body.get("stream"):
+                    if not begun:  # what is refused was refused before the first chunk
+                        writer.write(head(200, "text/event-stream"))
+                    begun = True
+                    choices = [choice_of(chunk, is_chat, "delta")]
+                    event(writer, shell | {"object": kind + ".chunk" * is_chat, "choices": choices})
+                    await writer.drain()
+        num_tokens = len(done[0].prompt_token_ids), sum(len(each.token_ids) for each in done)
+        usage = dict(zip(("prompt_tokens", "completion_tokens"), num_tokens))
+        usage["total_tokens"] = sum(num_tokens)
+        choices = [choice_of(each, is_chat, "message") for each in done]
+        if not begun:
+            reply(writer, 200, shell | {"choices": choices, "usage": usage})
+        else:
+            if (body.get("stream_options") or {}).get("include_usage"):
+                event(writer, shell | {"choices": [], "usage": usage})
+            writer.write(b"data: [DONE]\n\n")
+
+
+def choice_of(part, is_chat, key):
+    """Returns a chunk or a completion as clients read it; `error` is ours."""
+    text = {key: {"content": part.text}} if is_chat else {"text": part.text}
+    error = {"error": part.error} if part.error else {}
+    return {"index": part.sample_index, "finish_reason": part.finish_reason, **text, **error}
+
+
+async def read_request(reader):
+    """Returns a request, as in "GET /v1/models", and its body."""
+    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(":") for line in lines)}
+    num_bytes = int(headers.get("content-length", 0))
+    if not 0 <= num_bytes <= MOST_BYTES:
+        raise ValueError(f"the body has {num_bytes} bytes; expected at most {MOST_BYTES}.")
+    return first.rpartition(" ")[0], await reader.readexactly(num_bytes)
+
+
+def head(status, kind):
+    """Returns the head of a reply; its body ends with the connection."""
+    line = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}"
+    return f"{line}\r\nContent-Type: {kind}\r\nConnection: close\r\n\r\n".encode()
+
+
+def reply(writer, status, content):
+    """Sends a whole reply: text as it is, anything else as JSON."""
+    is_text = isinstance(content, str)
+    body = content if is_text else json.dumps(content)
+    writer.write(head(status, "text/plain" if is_text else "application/json") + body.encode())
+
+
+def event(writer, content):
+    """Sends one server-sent event."""
+    writer.write(f"data: {json.dumps(content)}\n\n".encode())
+
+
+async def serve(server, port):
+    async with await asyncio.start_server(server.connected, "127.0.0.1", port) as listening:
+        print(
+            "listening at http://{}:{}/v1".format(*listening.sockets[0].getsockname()), flush=True
+        )
+        await listening.serve_forever()
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="demo", help="a folder, or a name on the Hub")
+    parser.add_argument("--drafter", default="demo", help="a folder, ngram, history, ...")
+    parser.add_argument("--port", type=int, default=8000)
+    args = parser.parse_args(argv)
+    target = specjax.load_model(args.model)
+    with specjax.Engine(target, drafter=args.drafter) as engine, suppress(KeyboardInterrupt):
+        asyncio.run(serve(Server(engine, target), args.port))
+
+
+if __name__ == "__main__":
+    main()

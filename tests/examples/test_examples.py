@@ -1,0 +1,248 @@
+"""The programs of examples/ run, over the first layers of the embedded pair."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import http.client
+import json
+import time
+from pathlib import Path
+
+import batch_file
+import chat
+import prometheus
+import pytest
+import rollout_logging
+import server
+from demo_layers import save_first_layers
+
+import specjax
+from specjax.api.results import GenerationStats
+from specjax.engine.request import AcceptanceCounts
+from specjax.models import loading
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    return save_first_layers(tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture
+def few_layers(weights, monkeypatch):
+    monkeypatch.setattr(loading, "_DEMO_WEIGHTS", weights)
+
+
+def test_counters_have_the_names_and_values_that_dashboards_read():
+    counts = AcceptanceCounts()
+    for num_drafted, num_accepted in ((3, 3), (3, 1), (0, 0), (2, 0)):
+        counts.add(num_drafted, num_accepted)
+    stats = GenerationStats(2, 7, 9, counts, 1.0, 0.0, 0.1, 3, "ngram", "seeded", num_preemptions=5)
+    text = prometheus.metrics_text(stats, 'a"b')
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    label = 'engine="0",model_name="a\\"b"'
+    per_pos = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert values == {
+        f"vllm:prompt_tokens_total{{{label}}}": "7",
+        f"vllm:generation_tokens_total{{{label}}}": "9",
+        f"vllm:num_preemptions_total{{{label}}}": "5",
+        f"vllm:spec_decode_num_drafts_total{{{label}}}": "3",
+        f"vllm:spec_decode_num_draft_tokens_total{{{label}}}": "8",
+        f"vllm:spec_decode_num_accepted_tokens_total{{{label}}}": "4",
+        f'{per_pos}{{{label},position="0"}}': "2",
+        f'{per_pos}{{{label},position="1"}}': "1",
+        f'{per_pos}{{{label},position="2"}}': "1",
+    }
+    assert text.count("# TYPE") == 7
+
+
+def test_every_example_is_run_here_and_listed():
+    run_here = {batch_file, chat, prometheus, rollout_logging, server}
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    assert names == {f"{module.__name__}.py" for module in run_here}
+    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert all(f"({name})" in page for name in names)
+
+
+@pytest.mark.full
+def test_prometheus_counts_a_run(few_layers, capsys):
+    prometheus.main()
+    assert (
+        'vllm:generation_tokens_total{engine="0",model_name="demo"} 128' in capsys.readouterr().out
+    )
+
+
+@pytest.mark.full
+def test_a_chat_sends_the_whole_conversation(few_layers, monkeypatch, capsys):
+    lines = iter(["class Queue:", "    def put(self):"])
+    monkeypatch.setattr(builtins, "input", lambda prompt: next(lines, ""))
+    chat.main(["--max-tokens", "8", "--temperature", "0"])
+    printed = capsys.readouterr().out.partition("GenerationStats")[0]
+    sampling = specjax.SamplingParams(temperature=0, max_tokens=8)
+    answer = lambda text: specjax.generate("demo", text, sampling=sampling)[0].text
+    first = answer("class Queue:")
+    second = answer(f"class Queue:\n{first}\n    def put(self):")
+    assert printed == f"{first}\n{second}\n"
+
+
+def test_a_template_gets_messages():
+    class Tokenizer:
+        chat_template = "{{ messages }}"
+
+    class Target:
+        tokenizer = Tokenizer
+
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert chat.prompt_of(Target, messages) is messages
+    Tokenizer.chat_template = None
+    assert chat.prompt_of(Target, messages) == "a\nb"
+
+
+@pytest.mark.full
+def test_a_file_is_answered_and_a_stopped_run_goes_on(few_layers, tmp_path, capsys):
+    prompts, answers = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    prompts.write_text("def main():\nclass Queue:\n\nimport os\n", encoding="utf-8")
+    arguments = [str(prompts), str(answers), "--max-tokens", "4"]
+    batch_file.main(arguments)
+    whole = sorted(answers.read_text(encoding="utf-8").splitlines(), key=line_of)
+    assert [line_of(each) for each in whole] == [1, 2, 3, 4]
+    assert "the prompt is empty" in json.loads(whole[2])["error"]
+    answers.write_text(f"{whole[1]}\n{whole[2]}\n{whole[0][:9]}", encoding="utf-8")
+    batch_file.main(arguments)
+    assert "2 of 4 lines are to be answered" in capsys.readouterr().out
+    again = sorted(answers.read_text(encoding="utf-8").splitlines(), key=line_of)
+    assert again == whole
+
+
+def line_of(answer):
+    return json.loads(answer)["line"]
+
+
+@pytest.mark.full
+def test_rollouts_are_logged_by_step(few_layers, monkeypatch):
+    logged = {}
+
+    class Logger:
+        def log(self, numbers, step):
+            logged[step] = numbers
+
+    monkeypatch.setattr(rollout_logging, "logger_named", lambda name: Logger())
+    rollout_logging.main(["--steps", "2", "--max-tokens", "8"])
+    assert sorted(logged) == [0, 1]
+    assert all(type(value) is float for numbers in logged.values() for value in numbers.values())
+    assert logged[1]["rollout/params_version"] > logged[0]["rollout/params_version"]
+    rollout_logging.Terminal().log(logged[0], 0)  # has what it shows
+
+
+@pytest.fixture
+def served(few_layers):
+    """Runs a function of (port, engine) in a thread, beside the server."""
+
+    def run(use):
+        async def main():
+            target = specjax.load_model("demo")
+            with specjax.Engine(target, drafter="demo") as engine:
+                app = server.Server(engine, target)
+                async with await asyncio.start_server(app.connected, "127.0.0.1", 0) as listening:
+                    port = listening.sockets[0].getsockname()[1]
+                    return await asyncio.to_thread(use, port, engine)
+
+        return asyncio.run(main())
+
+    return run
+
+
+def asked(port, path, body=None):
+    """Returns the status and the text of a reply."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("GET" if body is None else "POST", path, body)
+    reply = connection.getresponse()
+    return reply.status, reply.read().decode()
+
+
+GREEDY = {"temperature": 0, "max_tokens": 24}
+MESSAGES = {"messages": [{"role": "user", "content": "def main():"}]}
+
+
+def events_of(text):
+    *events, end = [line.removeprefix("data: ") for line in text.split("\n\n")[:-1]]
+    assert end == "[DONE]"
+    return [json.loads(each) for each in events]
+
+
+@pytest.mark.full
+def test_a_server_streams_or_answers_whole(served):
+    text = specjax.generate("demo", "def main():", sampling=specjax.SamplingParams(**GREEDY))[
+        0
+    ].text
+
+    def use(port, engine):
+        prompt = {"prompt": "def main():"}
+        status, whole = asked(port, "/v1/completions", json.dumps(GREEDY | prompt))
+        assert status == 200
+        assert json.loads(whole)["choices"] == [
+            {"index": 0, "finish_reason": "length", "text": text}
+        ]
+        assert json.loads(whole)["usage"]["completion_tokens"] == 24
+        _, whole = asked(port, "/v1/chat/completions", json.dumps(GREEDY | MESSAGES))
+        assert json.loads(whole)["choices"][0]["message"]["content"] == text
+        ask = (
+            GREEDY | MESSAGES | {"stream": True, "n": 2, "stream_options": {"include_usage": True}}
+        )
+        status, streamed = asked(port, "/v1/chat/completions", json.dumps(ask))
+        *events, usage = events_of(streamed)
+        for index in (0, 1):
+            parts = [each["choices"][0] for each in events]
+            parts = [part for part in parts if part["index"] == index]
+            assert "".join(part["delta"]["content"] for part in parts) == text
+            assert parts[-1]["finish_reason"] == "length"
+        assert usage["usage"]["completion_tokens"] == 48
+        assert json.loads(asked(port, "/v1/models")[1])["data"][0]["id"] == "demo"
+        assert "vllm:generation_tokens_total" in asked(port, "/metrics")[1]
+
+    served(use)
+
+
+@pytest.mark.full
+def test_a_server_refuses_and_goes_on(served):
+    wrong = {
+        "not json": 400,
+        "[]": 400,
+        "{}": 400,
+        '{"prompt": "a", "tools": []}': 400,
+        '{"prompt": "a", "temperature": -1}': 400,
+        '{"prompt": "a", "stream": true, "max_tokens": "x"}': 400,
+    }
+
+    def use(port, engine):
+        got = {body: asked(port, "/v1/completions", body)[0] for body in wrong}
+        assert got == wrong
+        for body in ("{}", '{"messages": [{"role": "user"}]}'):
+            assert asked(port, "/v1/chat/completions", body)[0] == 400
+        assert asked(port, "/nowhere")[0] == 404
+        assert not engine.has_work
+
+    served(use)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_client_that_leaves_aborts_its_request_alone(served, is_streamed):
+    long = {"prompt": "def main():", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+
+    def use(port, engine):
+        leaves = http.client.HTTPConnection("127.0.0.1", port)
+        leaves.request("POST", "/v1/completions", json.dumps(long | {"stream": is_streamed}))
+        while not engine.has_work:
+            time.sleep(0.01)
+        status, stays = asked(port, "/v1/completions", json.dumps(GREEDY | {"prompt": "import os"}))
+        leaves.close()
+        while engine.has_work:
+            time.sleep(0.01)
+        assert status == 200
+        assert json.loads(stays)["usage"]["completion_tokens"] == 24
+        assert engine.stats.num_output_tokens < 1500
+
+    served(use)
