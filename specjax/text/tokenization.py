@@ -12,6 +12,7 @@ import tokenizers
 
 from specjax.runtime.model_files import find_file, read_bytes, read_json
 from specjax.text import chat_template, tokenizer_json
+from specjax.text.continuing import Continuing
 from specjax.text.tokenizer_json import is_library_error
 
 Message = Mapping[str, Any]
@@ -131,12 +132,20 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=True)
 
     def encode_more(self, text: str) -> list[int]:
-        """Returns the ids of raw text that follows other text: without special tokens.
+        """Returns the ids of raw text that continues other text.
+
+        They begin with no special token, and with no space that the text does not have.
 
         Raises:
           ValueError: the tokenizer fails.
         """
-        return self._encode(text, add_special_tokens=False)
+        _refuse_surrogates(text)
+        with _library_errors("encode this text"):
+            return self._continuing.encode(text)
+
+    @functools.cached_property
+    def _continuing(self) -> Continuing:
+        return Continuing(self.backend)
 
     def encode_chat(self, messages: Sequence[Message], **template_kwargs) -> list[int]:
         """Returns the ids of a conversation in the model's own chat format.
@@ -209,15 +218,19 @@ class Tokenizer:
         return tokens
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        try:
-            str.encode(text)
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"the text has half of a surrogate pair at {error.start} ({text[error.start]!r}), "
-                "which is no character; remove it, or decode the text with errors='replace'."
-            ) from None
+        _refuse_surrogates(text)
         with _library_errors("encode this text"):
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def _refuse_surrogates(text: str) -> None:
+    try:
+        str.encode(text)
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text has half of a surrogate pair at {error.start} ({text[error.start]!r}), "
+            "which is no character; remove it, or decode the text with errors='replace'."
+        ) from None
 
 
 @contextlib.contextmanager
