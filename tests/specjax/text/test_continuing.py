@@ -118,7 +118,10 @@ def test_words_that_are_split_at_whitespace_keep_their_spaces():
 
 
 def test_an_unknown_word_is_no_added_token():
-    tokenizer = _unigram(pre_tokenizer=_metaspace("always"))
+    """Nor is the space before a text, where the vocabulary has none."""
+    pieces = [("<unk>", 0.0), *((piece, -5.0) for piece in "ab"), ("<s>", 0.0)]
+    model = models.Unigram(pieces, 0, False)
+    tokenizer = _finished(model, None, _metaspace("always"), decoders.Metaspace())
     tokenizer.backend.add_special_tokens(["<unk>"])
     ids = tokenizer.encode_more("a?b")
     assert [tokenizer.backend.id_to_token(i) for i in ids] == ["a", "<unk>", "b"]
