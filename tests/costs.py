@@ -15,8 +15,51 @@ MAX_TEST_CPU_S = 3.0
 MAX_RUN_CPU_S = 12 * 60.0
 MISS = "/jax/compilation_cache/cache_misses"
 
-# Tests of the quick set that may cost more, each with its reason.
-DEAR: dict[str, str] = {}
+# Tests of the quick set that may cost more, by file. Those of STEPS compile, as the first of
+# their file, what the tests behind them share; the others are whole runs of their kind.
+STEPS = {
+    "end_to_end/test_engine.py": (
+        "test_chunks_of_a_stream",
+        "test_streams_of_asyncio",
+        "test_whoever_reads_token_by_token_gets_two_at_a_time",
+    ),
+    "end_to_end/test_generation.py": (
+        "test_more_prompts_than_rows_are_queued",
+        "test_stream_yields_everything_once",
+    ),
+    "end_to_end/test_update_params.py": (
+        "test_a_burst_in_flight_ends_under_the_weights_it_was_sent_with",
+    ),
+    "specjax/cli/test_generate_command.py": ("test_json_document",),
+    "specjax/drafters/test_eagle.py": ("test_what_it_says_is_what_its_equations_say",),
+    "specjax/drafters/test_head_goldens.py": ("test_drafts_are_those_of_the_golden_file",),
+    "specjax/drafters/test_parallel_eagle.py": ("test_what_it_says_is_what_its_equations_say",),
+    "specjax/rl/test_dialogues.py": ("test_tokens_are_those_of_the_whole_text_fed_anew",),
+    "specjax/rl/test_rollout.py": (
+        "test_drafts_change_nothing",
+        "test_rollouts_are_sliced_joined_and_reshaped",
+    ),
+    "specjax/rl/test_rollout_stream.py": ("test_the_samples_are_those_of_one_rollout",),
+    "specjax/sampling/test_sampling.py": ("test_logprobs",),
+    "specjax/sampling/test_vocabulary.py": (
+        "test_logprobs_of_slices",
+        "test_processed_logits_and_choices_are_equal_to_the_bit",
+    ),
+}
+WHOLE_RUNS = {
+    "docs/test_code_blocks.py": ("test_python_blocks_run",),
+    "end_to_end/test_generation.py": ("test_scripted_drafts_change_nothing",),
+    "end_to_end/test_trees.py": ("test_several_ngram_matches_make_a_tree",),
+    "pallas_kernels/test_mosaic_tpu.py": ("test_attention_is_that_of_the_reference",),
+    "specjax/drafters/test_eagle.py": ("test_tokens_are_those_of_plain_decoding",),
+    "specjax/training/test_trainer.py": ("test_it_learns_text_that_the_target_repeats",),
+}
+MAY_COST_MORE = {
+    f"tests/{file}::{test}"
+    for listed in (STEPS, WHOLE_RUNS)
+    for file, tests in listed.items()
+    for test in tests
+}
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -86,7 +129,7 @@ class Costs:
             f"{name} took {seconds:.1f} CPU seconds of {MAX_TEST_CPU_S:g}: share what it compiles "
             "(tests/helpers.py), mark it full, or say in tests/costs.py why it may"
             for seconds, name in self.tests
-            if seconds > MAX_TEST_CPU_S and name.partition("[")[0] not in DEAR
+            if seconds > MAX_TEST_CPU_S and name.partition("[")[0] not in MAY_COST_MORE
         ]
         if self.run_cpu_s > MAX_RUN_CPU_S:
             self.too_dear.append(

@@ -29,8 +29,20 @@ from specjax.trees.best_first import best_first
 from specjax.trees.static_shapes import TreeShape
 from specjax.types import Proposal
 
-# Of whoever needs no other: tests of one engine share compiled steps between files.
-ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=8)
+# Of whoever needs no other: tests of one engine share compiled steps between files. Calls with
+# three prompts or more have the same sizes as an Engine.
+ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=4, max_context=256)
+FEW_PAGES = dataclasses.replace(ENGINE, num_pages=24)  # rows are preempted
+ROLLOUTS = EngineConfig(
+    page_size=8,
+    max_rows=4,
+    burst_steps=8,
+    row_buckets=(),
+    max_context=96,
+    numerics="invariant",
+    token_bucket=8,
+    max_logprobs=4,
+)
 
 
 def tiny_llama_config(**overrides) -> ModelConfig:

@@ -8,17 +8,13 @@ import weakref
 
 import numpy as np
 import pytest
-from helpers import assert_engine_is_empty
+from helpers import ENGINE, FEW_PAGES, assert_engine_is_empty
 
 import specjax
 from specjax.api.generation import Stream
-from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.policy.interface import Decision
 
-# Small enough for refills and prompts beside rows that decode.
-ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=4, max_context=160)
-FEW_PAGES = dataclasses.replace(ENGINE, num_pages=24)
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=5)
 
 
@@ -629,7 +625,7 @@ def test_what_cannot_be_served_says_why_and_touches_nobody(make, plain):
         with pytest.raises(ValueError, match="must be an id that `add` returned"):
             engine.abort([1])
         with pytest.raises(ValueError, match="shorten the prompt"):
-            engine.add([1] * 200, SAMPLING)
+            engine.add([1] * ENGINE.max_context, SAMPLING)
         (completion,) = drain(engine)[request]
         assert completion.token_ids == plain(prompt)
     with pytest.raises(RuntimeError, match="the engine is closed"):

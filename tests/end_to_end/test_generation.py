@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from helpers import (
     ENGINE,
     ScriptedDrafter,
@@ -447,7 +448,9 @@ def run_an_engine(target):
         engine.step()
 
 
-@pytest.mark.parametrize("run", [generate_once, run_an_engine], ids=["generate", "engine"])
+@pytest.mark.parametrize(
+    "run", quick([generate_once, run_an_engine], generate_once), ids=["generate", "engine"]
+)
 def test_weights_are_freed_with_the_model(run):
     target = tiny_llama(3)
     weight = weakref.ref(jax.tree.leaves(target.params)[0])

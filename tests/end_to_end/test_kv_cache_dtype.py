@@ -185,6 +185,7 @@ def test_weights_whose_keys_are_nan_give_errors_and_no_text(target, name):
     assert not found[0].token_ids
 
 
+@pytest.mark.full
 def test_weights_that_are_nan_for_one_token_give_errors_and_no_text(target):
     """int8 would hold a zero for it, and the text of a prompt that has it would look sound."""
     table = target.params["embed_tokens"]

@@ -5,15 +5,14 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from helpers import ENGINE
 
 import specjax
-from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.planning.workspace_fit import BucketMemory, StepShape, combined_bytes
 
 pytestmark = pytest.mark.full
 
-ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=4, max_context=160)
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=48, ignore_eos=True, seed=5)
 BYTES_OF_PAGES = 180_000  # beside weights and steps: for fewer tokens than rows can have
 

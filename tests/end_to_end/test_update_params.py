@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asked_for import quick
+from helpers import FEW_PAGES as ENGINE
 from helpers import assert_engine_is_empty, first_layer, tiny_llama
 from replayed_weights import SCORE_TIE, Replay
 
 import specjax
 from specjax.api import handed_weights
-from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.drafters.head_specs import EagleDrafter
 from specjax.drafters.loading import LoadedDrafter
@@ -26,7 +26,6 @@ from specjax.models import eagle3
 from specjax.models.eagle3 import Eagle3Config
 
 # Pages for two rows of four: requests are preempted. Those of test_engine: equal steps.
-ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=4, max_context=160, num_pages=24)
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True, seed=5)
 MOST_TIES = 1e-3  # of all tokens
 

@@ -92,6 +92,7 @@ def test_a_gpu_is_lowered_for(no_plugin, capsys):
     assert capsys.readouterr().out.count("lowered, not compiled") == 2
 
 
+@pytest.mark.full
 def test_only_hopper_has_the_kernel_and_quantised_pages_have_xla_alone(no_plugin):
     shapes = ["Qwen3-0.6B, 1 row", "fp8, 1 row"]
     for name in ("t4", "a100", "l4"):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from asked_for import quick
 
 from pallas_kernels import layout
 from pallas_kernels.implementations import (
@@ -77,8 +78,8 @@ def test_a_platform_holds_within_its_block_alone():
     assert call_best("other", other, None) == "xla"
 
 
-@pytest.mark.parametrize("in_64_bits", [False, True])
-@pytest.mark.parametrize("promotion", ["standard", "strict"])
+@pytest.mark.parametrize("in_64_bits", quick([False, True], True))
+@pytest.mark.parametrize("promotion", quick(["standard", "strict"], "strict"))
 def test_kernels_are_lowered_whatever_the_program_counts_in(in_64_bits, promotion):
     numbers = jax.enable_x64(in_64_bits), jax.numpy_dtype_promotion(promotion)
     with numbers[0], numbers[1], lowered_for("tpu"):

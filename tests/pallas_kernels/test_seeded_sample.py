@@ -153,6 +153,7 @@ def test_xla_is_the_reference(name):
     assert_same(compiled(*arguments, **options), by_reference(arguments, options))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in EXAMPLES],

@@ -38,6 +38,7 @@ def wrong(monkeypatch):
     return change
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "how",
     [

@@ -157,11 +157,16 @@ def list_of_work(lengths, num_blocks=None, **changes):
     ("lengths", "num_turns"),
     [
         ((1300, 300), 13),  # waves of 4, 4, 3, seven times 2, and 1 tiles
-        ((64, 65, 0, 128), 2),
-        ((1,), 1),
-        ((0, 0), 0),
-        ((640,), 5),
-        ((64,) * 7, 3),
+        *(
+            pytest.param(*one, marks=pytest.mark.full)
+            for one in [
+                ((64, 65, 0, 128), 2),
+                ((1,), 1),
+                ((0, 0), 0),
+                ((640,), 5),
+                ((64,) * 7, 3),
+            ]
+        ),
     ],
 )
 def test_every_tile_is_listed_once_and_no_lane_twice_in_a_turn(lengths, num_turns):

@@ -110,6 +110,7 @@ def decoder_config(target, **changes):
     )
 
 
+@pytest.mark.full
 def test_kernels_trusted_by_a_setup_reach_the_ops_and_the_keys(target, monkeypatch):
     trusted = (("tree_attention", "mosaic_gpu"),)
     monkeypatch.setattr(assemble, "trusted_kernels", lambda engine, devices, dtype: trusted)

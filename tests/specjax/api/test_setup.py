@@ -450,6 +450,7 @@ def test_what_other_kinds_of_sampling_learned_stays_in_the_file(monkeypatch, tmp
     }
 
 
+@pytest.mark.full
 @pytest.mark.goodput
 def test_drafts_asked_for_in_vain_are_known_to_the_next_call():
     """An n-gram drafter that found no match: the next call must not try as if it knew nothing."""

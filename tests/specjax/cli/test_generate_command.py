@@ -49,6 +49,7 @@ def test_speculation_does_not_change_the_text(run, model_folder):
     assert "tokens per target step, 100 % of drafts accepted" in err
 
 
+@pytest.mark.full
 def test_compare_decodes_again_with_and_without_drafts(run, model_folder):
     drafter = ("--drafter", str(model_folder))
     code, _, err = run("w5 w6", *drafter, "--compare", "--temperature", "1")
@@ -204,6 +205,7 @@ def test_several_prompts_have_headers(run):
     assert len(lines) == 4
 
 
+@pytest.mark.full
 def test_prompts_file_overrides_options(run, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "w5", "max_tokens": 2}\n"w5"\n')

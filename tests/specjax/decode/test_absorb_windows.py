@@ -114,6 +114,7 @@ class Counting(DrafterSpec):
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("cut", "of_few", "of_whole"),
     [

@@ -181,6 +181,7 @@ def test_fewer_tokens_stand(rule, shape):
         assert gap < LAW_TOLERANCE, num_tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "rule, shape",
     [
@@ -207,6 +208,7 @@ def test_how_many_stand_may_depend_on_what_was_drawn_before(rule, shape):
     assert distance(rule, SHAPES[shape], random_law(4), drafter) < LAW_TOLERANCE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rule", ["rejection", pytest.param("traversal", marks=FULL)])
 def test_siblings_drawn_with_replacement(rule):
     """Repeated siblings are skipped; the others were drawn from what those left."""
@@ -254,6 +256,7 @@ def test_a_tree_without_branches_is_a_chain(rule):
         assert nodes[:count] == [1, 2, 3][:count]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "shape",
     ["chain 2", "2,1", *(pytest.param(s, marks=FULL) for s in ("chain 3", "2,2", "by branch"))],

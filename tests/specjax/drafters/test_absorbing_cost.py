@@ -94,6 +94,7 @@ def plain():
 QUICK = ("DFlash, stored",)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(HEADS, *QUICK))
 def test_no_more_is_computed_than_the_spec_says(plain, name):
     """Of an EAGLE head's last layer keys and values alone; where features are stored, of none."""

@@ -384,6 +384,7 @@ def test_what_it_says_is_what_its_equations_say(name, monkeypatch):
     np.testing.assert_allclose(rows.draft(0, 5, tokens[0])[0], expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("store_features", [True, "captured"])
 @pytest.mark.parametrize("name", quick(["plain", "a recurrent Markov head"], "plain"))
 def test_a_head_that_defers_catches_up_from_what_it_stored(name, store_features, monkeypatch):

@@ -237,6 +237,7 @@ def test_drafts_along_a_text_are_those_of_the_equations(name):
     assert not np.any(is_root[2:])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(CASES, "EAGLE-3, own_tables"))
 def test_learning_reads_nothing_after_a_text(name):
     kind, _, make = CASES[name]

@@ -298,6 +298,7 @@ def test_equal_states_of_a_class_are_equal(target):
     assert guarding(target, right).move(Box(jnp.zeros(3)), None, None).held.tolist() == [1, 1, 1]
 
 
+@pytest.mark.full
 def test_integers_of_another_width_are_right(target, plain):
     """8 bits have no room for the number that stands for NaN."""
     _FIELDS["small"] = lambda rows: {"token_ids": jnp.ones((rows, K), jnp.int8)}

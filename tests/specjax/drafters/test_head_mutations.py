@@ -18,6 +18,7 @@ SCRIPT = Path(__file__).with_name("head_mutations.py")
 MOST_MEGABYTES = 200.0
 
 
+@pytest.mark.full
 def test_66_folders_are_loaded_or_refused(tmp_path, say):
     sweep(SCRIPT, range(66), tmp_path, say, MOST_MEGABYTES)
 

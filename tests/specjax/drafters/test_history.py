@@ -257,6 +257,7 @@ def test_a_row_that_fell_far_behind_is_matched_anew():
     assert state.num_matched.tolist() == [40]
 
 
+@pytest.mark.full
 def test_matches_have_a_longest_length():
     rows = rows_of([1] * MAX_LENGTH)
     state = history.init(1, MAX_LENGTH, CAPACITY)

@@ -69,6 +69,7 @@ class MtpReference(Reference):
         return rms(x, self.params["norm"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", KINDS)
 def test_what_it_says_is_what_its_equations_say(name):
     config, params = make_layer(name)

@@ -266,6 +266,7 @@ def test_the_state_of_masks_is_as_wide_as_what_is_captured():
     assert found == jax.ShapeDtypeStruct((CAPTURED * WIDTH,), jnp.float32)
 
 
+@pytest.mark.full
 def test_rows_share_a_pass_of_what_they_lack(monkeypatch):
     """Four tokens per pass, of a row of 20 pairs and one of three."""
     monkeypatch.setattr(deferring, "LEAST_CATCH_UP", 4)

@@ -193,6 +193,7 @@ def test_logits_one_by_one_and_some_tokens_alone(monkeypatch):
     check(Texts(said))
 
 
+@pytest.mark.full
 def test_a_step_takes_one_forward():
     """Its work is that of one forward of a block, and what it keeps ends at the root."""
     texts = Texts()

@@ -50,6 +50,7 @@ def shaken(tree):
     return jax.tree.unflatten(structure, moved)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("has_heads", [False, True])
 @pytest.mark.parametrize("qkv_bias", [False, True])
 def test_nnx(has_heads, qkv_bias):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from helpers import random_model, tiny_gpt2_config, tiny_llama_config
 from made_up_families import heron_config
 
@@ -86,7 +87,7 @@ def assert_close(actual, expected):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("token_bucket", [None, 4])
+@pytest.mark.parametrize("token_bucket", quick([None, 4], 4))
 def test_taps_are_those_of_whole_sequences(case, token_bucket):
     config, params, texts, (logits, tapped) = case
     hidden, _, found = jax.jit(steps(config, texts, token_bucket, False, TAPS))(params)

@@ -837,6 +837,7 @@ def test_short_generations_on_a_machine_that_others_use_are_never_slower(rows, r
     assert min(shares) > 0.86
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("are_processes", [False, pytest.param(True, marks=FULL)])
 @pytest.mark.parametrize(
     ("rows", "rate"),

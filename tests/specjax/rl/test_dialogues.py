@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import tokenizers
 from asked_for import quick
+from helpers import ROLLOUTS as ENGINE
 from helpers import first_layer, tiny_llama
 
 import specjax
-from specjax import EngineConfig, Reply, SamplingParams
+from specjax import Reply, SamplingParams
 from specjax.engine.loop import Loop
 from specjax.policy.interface import Fixed
 from specjax.rl import turns
@@ -29,16 +30,6 @@ FULL = pytest.mark.full
 EOS = 7
 PROMPTS = [[1, 2, 3], [4, 5, 6, 8, 9, 1, 2, 3, 4], [11], [20, 21] * 9]
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=12, seed=3)
-ENGINE = EngineConfig(
-    page_size=8,
-    max_rows=4,
-    burst_steps=8,
-    row_buckets=(),
-    max_context=96,
-    numerics="invariant",
-    token_bucket=8,
-    max_logprobs=2,
-)
 DRAFTERS = ("plain", "ngram", "history", "draft")
 
 
@@ -186,6 +177,7 @@ def test_masks_say_who_wrote_each_token():
     assert jax.tree.map(lambda leaf: leaf[2:4], batch).turns.counts.tolist() == [3, 3]
 
 
+@pytest.mark.full
 def test_a_rollout_without_an_environment_has_a_loss_mask_too():
     batch = specjax.rollout(decoder("plain"), target().params, PROMPTS, sampling=SAMPLING)
     np.testing.assert_array_equal(batch.loss_mask, batch.completion_mask)

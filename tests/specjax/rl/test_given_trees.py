@@ -82,6 +82,7 @@ OF_OUR_NAMES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", OF_OUR_NAMES)
 def test_trees_of_our_names_move_no_byte(form):
     for seed in (0, 1):
@@ -225,6 +226,7 @@ def test_over_a_mesh(layout):
         assert batch.metrics["weights_bytes_moved"] == bytes_of_kernels(params(0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("order", [1, -1])
 def test_over_a_trainers_own_mesh(order, kind):

@@ -93,6 +93,7 @@ def test_threads_share_steps_and_get_their_own_samples(make, alone, model):
     assert decoder._loop.params.target is None
 
 
+@pytest.mark.full
 def test_one_thread_is_a_rollout_as_ever(make, alone, model):
     decoder = make(shares_steps=True)
     for params in (model.params, others(model.params)):

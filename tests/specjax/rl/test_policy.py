@@ -74,6 +74,7 @@ def plain_tempered(params, name, text, temperature):
     return jnp.where(text.completion_mask, own, 0.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(MODELS, "llama"))
 def test_in_float32_it_is_what_rollouts_report(name):
     text = batch(name)
@@ -84,6 +85,7 @@ def test_in_float32_it_is_what_rollouts_report(name):
     assert (np.asarray(told.raw)[~np.asarray(text.completion_mask)] == 0).all()
 
 
+@pytest.mark.full
 def test_padding_may_stand_inside_a_text():
     """Windows count tokens of text, not places."""
     text = batch("windows")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asked_for import quick
-from helpers import first_layer, tiny_llama, uncached_logits
+from helpers import ROLLOUTS, first_layer, tiny_llama, uncached_logits
 
 import specjax
 from specjax import DecoderParams, EngineConfig, SamplingParams, sharding
@@ -27,16 +27,7 @@ FULL = pytest.mark.full
 EOS = 7
 PROMPTS = [[1, 2, 3], [4, 5, 6, 8, 9, 1, 2], [11], [20, 21] * 9]
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=40, seed=3)
-ENGINE = EngineConfig(
-    page_size=8,
-    max_rows=4,
-    burst_steps=8,
-    row_buckets=(2,),
-    max_context=96,
-    numerics="invariant",
-    token_bucket=8,
-    max_logprobs=4,
-)
+ENGINE = dataclasses.replace(ROLLOUTS, row_buckets=(2,))
 K = {"num_speculative_tokens": 3}
 FIXED = K | {"policy": "fixed"}
 

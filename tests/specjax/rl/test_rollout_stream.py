@@ -13,10 +13,11 @@ import jax
 import numpy as np
 import pytest
 from asked_for import quick
+from helpers import ROLLOUTS as ENGINE
 from helpers import first_layer, tiny_llama
 
 import specjax
-from specjax import EngineConfig, SamplingParams
+from specjax import SamplingParams
 from specjax.engine.loop import Loop
 from specjax.rl.batch import ERROR
 from specjax.rl.beginning import PromptSeeds
@@ -28,16 +29,6 @@ PROMPTS = [RNG.integers(8, 60, RNG.integers(1, 18)).tolist() for _ in range(9)]
 PROMPTS[5] = PROMPTS[2]  # a prompt that comes again
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=24, seed=3, logprobs=1, entropy=True)
 SHORT = dataclasses.replace(SAMPLING, logit_bias={EOS: 2.5})  # of many lengths
-ENGINE = EngineConfig(
-    page_size=8,
-    max_rows=4,
-    burst_steps=8,
-    row_buckets=(),
-    max_context=48,
-    numerics="invariant",
-    token_bucket=8,
-    max_logprobs=2,
-)
 WIDTH = 18
 
 

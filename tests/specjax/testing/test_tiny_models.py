@@ -37,6 +37,7 @@ def test_tokens_depend_on_the_whole_text():
     assert np.abs(first - other).max() > 0.01
 
 
+@pytest.mark.full
 def test_it_generates():
     sampling = specjax.SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     out = specjax.generate(tiny_model(), [[1, 2, 3]], sampling=sampling)

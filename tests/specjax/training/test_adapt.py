@@ -346,6 +346,7 @@ def test_an_engine_without_requests_stops(target, head):
     assert counts == [1, 2, 2, 2]
 
 
+@pytest.mark.full
 def test_closing_waits_for_a_step_that_learns(target, head):
     begun, goes_on = threading.Event(), threading.Event()
     engine = _engine(target, head, adapt=_adapt())

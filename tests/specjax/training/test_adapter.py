@@ -99,6 +99,7 @@ def test_it_learns_every_few_calls(policy, decoder):
     assert state.replay.num_seen == 6 * len(PROMPTS)
 
 
+@pytest.mark.full
 def test_it_learns_where_too_few_drafts_are_accepted(policy, decoder):
     batch = _sampled(decoder, policy.params)
     assert int(batch.num_drafted.sum()) > 0
@@ -279,6 +280,7 @@ def test_the_loss_is_that_of_the_adapter_and_spares_the_policy(policy, head, dec
     np.testing.assert_allclose(figures.figures_of(sums).loss, stats.figures.loss, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_states_and_weights_of_other_trees(policy, head, decoder, adapter):
     batch = _sampled(decoder, policy.params)
     given = nnx.State(jax.tree.map(nnx.Param, head.params))

@@ -65,6 +65,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(target, text, tmp_path):
     _assert_equal(ended.drafter.params, whole.drafter.params)
 
 
+@pytest.mark.full
 def test_a_folder_of_another_run_is_refused(target, text, tmp_path):
     train(target, text, config=CONFIG, folder=tmp_path)
     other = dataclasses.replace(CONFIG, seed=1)
@@ -115,6 +116,7 @@ def test_training_stops_when_held_out_text_says_no_more(target, text):
     assert min(losses) == losses[-3] == trained.best.loss
 
 
+@pytest.mark.full
 def test_a_run_that_stopped_early_is_there_again(target, text, tmp_path):
     config = dataclasses.replace(
         CONFIG, steps=40, learning_rate=1.0, patience=2, checkpoint_every=100
