@@ -1,4 +1,4 @@
-"""Seconds that absorbing adds to a K = 0 step, by peak figures; docs/heads.md states them."""
+"""Seconds that absorbing adds to a K = 0 step, by peak figures; docs/benchmarks/notes/heads-at-k-0.md states them."""
 
 import dataclasses
 import json
@@ -82,7 +82,8 @@ def test_with_256_rows_too(name):
 
 
 def test_the_documents_state_these_figures():
-    page = (Path(__file__).parents[3] / "docs" / "heads.md").read_text()
+    notes = Path(__file__).parents[3] / "docs" / "benchmarks" / "notes"
+    page = (notes / "heads-at-k-0.md").read_text()
     for name in HEADS:
         cells = [f"{100 * added(name, chip, rows):.2f}" for chip in CHIPS for rows in ROWS]
         few, many = (100 * added(name, "v5e", 256, context=context) for context in (128, CONTEXT))
