@@ -156,6 +156,7 @@ def _of_prompt(
     """Returns the n requests of one prompt."""
     config = target.config
     params.validate(config.vocab_size)
+    params = params.over(config.vocab_size)
     rule = params.verification or speculation.verification
     if rule == "synthetic" and speculation.synthetic_acceptance_rates is None:
         raise ValueError("verification='synthetic' needs the call's synthetic_acceptance_rates.")

@@ -73,7 +73,7 @@ OPTIONS = (
     Option("stop", "stop before this text", "TEXT", str, True),
     Option("seed", "the same seed gives the same text", "SEED", int),
     Option("n", "samples per prompt", "N", int),
-    Option("logprobs", "log-probabilities of the chosen and K more", "K", int),
+    Option("logprobs", "log-probabilities of the chosen and K more, or of all (-1)", "K", int),
 )
 
 # Help of the switches that are on, or off, unless their option is given.

@@ -15,10 +15,11 @@ from specjax.config.rules import VERIFICATION_RULES, unknown_rule
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one request, with the meaning and order of vLLM's.
+    """Sampling parameters of one request, with the names of vLLM's and the order of its steps.
 
-    Logits pass: allowed ids, bad ids, min_tokens, logit_bias, penalties,
-    temperature, min_p, top_k, top_p. All of them work with speculation.
+    Logits pass: allowed ids, bad ids, logit_bias, min_tokens, penalties, temperature, min_p,
+    top_k, top_p. All of them work with speculation. Where vLLM and transformers mean something
+    else by a name or a value: docs/sampling-meaning.md.
 
     The first min_tokens output tokens hold no stop token, and a stop string that one
     of them completes does not end the output; it is text like any other. One that
@@ -28,7 +29,7 @@ class SamplingParams:
     The text of an output is what its tokens add to the text of its prompt: a first word keeps its
     space.
 
-    `seed`, from 0 to 2**64 - 1, makes the text a function of (weights, prompt, these
+    `seed`, from 0 to 2**64 - 1 (-1 is none), makes the text a function of (weights, prompt, these
     parameters, seed). Under the rules that keep only the distribution (`rejection` and those
     after it) the text also depends on what is drafted. Without a seed, fresh entropy is drawn,
     and reported in the result. Sample i of n uses a seed derived from (seed, i).
@@ -60,7 +61,9 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     n: int = 1
-    logprobs: int | None = None  # k: of the chosen token and the k most likely; 0: chosen only
+    # k: of the chosen token and the k most likely; 0: chosen only; -1: of the whole vocabulary,
+    # for which EngineConfig.max_logprobs must have room.
+    logprobs: int | None = None
     # Whether to return the entropy of each token's distribution; needs logprobs.
     entropy: bool = False
     num_speculative_tokens: int | None = None  # this request's own K; 0 is off
@@ -71,11 +74,19 @@ class SamplingParams:
     self_check: bool = False  # tests draws against their distribution, see specjax.SelfCheck
 
     def __post_init__(self):
+        if is_int(self.seed) and self.seed == -1:
+            object.__setattr__(self, "seed", None)
         self.validate()
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def over(self, vocab_size: int) -> SamplingParams:
+        """Returns these with logprobs=-1 as the number of all tokens."""
+        if self.logprobs != -1:
+            return self
+        return dataclasses.replace(self, logprobs=vocab_size)
 
     def validate(self, vocab_size: int | None = None, eos_token_ids: Sequence[int] = ()) -> None:
         """Raises if a value is invalid or two contradict, naming the parameter.
@@ -103,13 +114,18 @@ class SamplingParams:
         for name in ("top_k", "min_tokens", "max_tokens", "n"):
             if not is_int(getattr(self, name)):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number.")
-        for name in ("logprobs", "num_speculative_tokens"):
+        for name, least in (("logprobs", -1), ("num_speculative_tokens", 0)):
             value = getattr(self, name)
-            if value is not None and (not is_int(value) or value < 0):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 0, or None.")
+            if value is not None and (not is_int(value) or value < least):
+                raise ValueError(
+                    f"{name}={value!r} must be a whole number of at least {least}, or None."
+                )
         seed = self.seed
         if seed is not None and not (is_int(seed) and 0 <= operator.index(seed) < 2**64):
-            raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2**64 - 1, or None.")
+            raise ValueError(
+                f"seed={seed!r} must be a whole number from 0 to 2**64 - 1, or None (or -1) for "
+                "a new one each time."
+            )
         if self.verification not in (None, *VERIFICATION_RULES):
             raise ValueError(unknown_rule(self.verification))
         if self.min_tokens > self.max_tokens:

@@ -105,7 +105,7 @@ def rollout(
     begun_at = time.perf_counter()
     check_decoder(decoder)
     is_resumed = isinstance(prompts, Rollout)
-    sampling = sampling_of(prompts, sampling)
+    sampling = sampling_of(prompts, sampling).over(decoder.config.vocab_size)
     check_numbers(num_samples, token_budget, time_budget_s, sampling)
     if not (is_number(alarm_rate) and 0 <= alarm_rate <= 1):
         raise ValueError(f"{alarm_rate=!r} must be a share of accepted drafts, from 0 to 1.")

@@ -95,6 +95,7 @@ def rollout_stream(
     if not isinstance(sampling, SamplingParams):
         raise TypeError(f"sampling is {sampling!r:.100}; expected one SamplingParams.")
     sampling.validate()
+    sampling = sampling.over(decoder.config.vocab_size)
     check_numbers(num_samples, None, None, sampling)
     keep_first = num_samples if keep_first is None else keep_first
     _check(num_samples, keep_first, batch_groups, prompt_width, max_staleness)

@@ -115,7 +115,7 @@ def rollout_turns(
     """
     begun_at = time.perf_counter()
     check_decoder(decoder)
-    sampling = sampling_of(prompts, sampling)
+    sampling = sampling_of(prompts, sampling).over(decoder.config.vocab_size)
     if not callable(environment):
         raise TypeError(f"environment is {environment!r:.100}; expected a function of a Turn.")
     _check(max_turns, turn_timeout_s, max_calls, completion_width)

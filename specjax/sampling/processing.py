@@ -155,7 +155,7 @@ def process_logits(
       history: i32[rows, max_length], or a TreeHistory.
       vocabulary: how logits and result are split over devices.
 
-    Source: the order and meaning of vLLM's sampling parameters.
+    Source: the order of vLLM's steps; docs/sampling-meaning.md says what differs.
     """
     check_shapes(logits, sampling, row_ids, positions, history)
     used = usage(sampling, row_ids, positions)

@@ -1,5 +1,7 @@
 """Arguments of another kind: one clear error, and other requests go on."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,12 +18,32 @@ def target():
     return tiny_model(num_layers=1, vocab_size=31)
 
 
-@pytest.mark.parametrize("logprobs", [21, 2**31, 2**70])
-def test_too_many_logprobs_end_their_own_request(target, logprobs):
+@pytest.mark.parametrize(
+    ("logprobs", "number"), [(21, 21), (2**31, 2**31), (2**70, 2**70), (-1, 31)]
+)
+def test_too_many_logprobs_end_their_own_request(target, logprobs, number):
     sampling = [specjax.SamplingParams(max_tokens=4, logprobs=asked) for asked in (None, logprobs)]
     fine, refused = specjax.generate(target, [[1, 2, 3], [4]], sampling=sampling, engine=ENGINE)
     assert len(fine.token_ids) == 4
-    assert f"logprobs={logprobs} exceeds EngineConfig.max_logprobs=20" in refused.error
+    assert f"logprobs={number} exceeds EngineConfig.max_logprobs=20" in refused.error
+
+
+@pytest.mark.full  # steps that report a whole vocabulary
+def test_minus_one_is_the_whole_vocabulary(target):
+    engine = dataclasses.replace(ENGINE, max_logprobs=40)
+    sampling = specjax.SamplingParams(max_tokens=2, logprobs=-1, top_k=3, seed=-1)
+    completion = specjax.generate(target, [[1, 2, 3]], sampling=sampling, engine=engine)[0]
+    for token in completion.logprobs:
+        ids, values = zip(*token.top_raw)
+        assert sorted(ids) == list(range(31))
+        np.testing.assert_allclose(np.exp(values).sum(), 1, rtol=1e-5)
+        assert np.isfinite([value for _, value in token.top_processed]).sum() == 3
+    decoder = specjax.build_decoder(target, engine=engine)
+    batch = specjax.rollout(decoder, target.params, [[1, 2, 3]], sampling=sampling)
+    assert batch.top_ids.shape == (1, 2, 31)
+    feed = iter([[1, 2, 3]])
+    with specjax.rollout_stream(decoder, target.params, feed, sampling=sampling) as stream:
+        assert next(iter(stream)).top_ids.shape[2] == 31
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,10 @@ def test_numpy_whole_numbers_are_whole_numbers():
         ("max_tokens", 2.5),
         ("n", 0),
         ("n", 1.5),
-        ("seed", -1),
+        ("seed", -2),
         ("seed", 1.5),
         ("seed", True),
-        ("logprobs", -1),
+        ("logprobs", -2),
         ("logprobs", 2.0),
         ("num_speculative_tokens", -1),
         ("num_speculative_tokens", 1.5),
@@ -392,7 +392,7 @@ def test_margins_that_are_no_percentage(value):
         EngineConfig(batch_safety_margin=value)
 
 
-@pytest.mark.parametrize("seed", [2**64, 10**30, -1])
+@pytest.mark.parametrize("seed", [2**64, 10**30, -2])
 def test_seeds_that_are_no_64_bits_are_refused_when_made(seed):
     with pytest.raises(ValueError, match=r"from 0 to 2\*\*64 - 1"):
         SamplingParams(seed=seed)
