@@ -1,4 +1,4 @@
-"""Seconds that absorbing adds to a K = 0 step, by peak figures; docs/benchmarks/notes/heads-at-k-0.md states them."""
+"""Seconds that absorbing adds to a K = 0 step, by peaks; notes/heads-at-k-0.md states them."""
 
 import dataclasses
 import json
