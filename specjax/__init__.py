@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from specjax.api.engine import Engine as Engine
     from specjax.api.generation import generate as generate
     from specjax.api.generation import stream as stream
+    from specjax.api.requests import Chat as Chat
     from specjax.api.results import Chunk as Chunk
     from specjax.api.results import Completion as Completion
     from specjax.api.results import Generation as Generation
@@ -71,6 +72,7 @@ __all__ = [
     "AdapterState",
     "AdapterStats",
     "CacheFill",
+    "Chat",
     "Chunk",
     "Completion",
     "DecoderParams",
@@ -148,6 +150,7 @@ _HOME = {
     "Model": "specjax.models.base",
     "ModelConfig": "specjax.models.base",
     "load_model": "specjax.models.loading",
+    "Chat": "specjax.api.requests",
     "Chunk": "specjax.api.results",
     "Completion": "specjax.api.results",
     "Generation": "specjax.api.results",

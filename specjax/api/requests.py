@@ -22,11 +22,30 @@ from specjax.models.base import Model
 from specjax.sampling import row_values
 from specjax.types import BY_LAW, DELTA
 
+
+class Chat:
+    """A prompt of chat messages with arguments of the chat template.
+
+    It stands wherever a prompt does: `generate(target, [Chat(messages, tools=[now])])`. A list of
+    messages is the same without arguments.
+    """
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]], **arguments: Any):
+        """Takes messages, and arguments as of `Tokenizer.encode_chat`: tools, documents,
+        chat_template, add_generation_prompt, continue_final_message, variables."""
+        self.messages = messages
+        self.arguments = arguments
+
+    def __repr__(self) -> str:
+        more = "".join(f", {name}={value!r:.60}" for name, value in self.arguments.items())
+        return f"Chat({self.messages!r:.200}{more})"
+
+
 # Text, the messages of a chat, or token ids.
-Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+Prompt = str | Chat | Sequence[Mapping[str, Any]] | Sequence[int]
 
 
-_EXPECTED = "text, a list of chat messages, or a list of whole numbers (token ids)"
+_EXPECTED = "text, a list of chat messages, a Chat, or a list of whole numbers (token ids)"
 _EXPECTED_PROMPTS = f"expected one prompt or a list of them, each {_EXPECTED}."
 
 
@@ -45,7 +64,7 @@ def as_list(prompts: Any) -> list[Any]:
     Raises:
       ValueError: there is no prompt, or a value is not one.
     """
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Chat):
         return [prompts]
     if not _is_iterable(prompts):
         raise ValueError(f"prompts are {_shown(prompts)}; {_EXPECTED_PROMPTS}")
@@ -240,17 +259,23 @@ def token_ids(target: Model, prompt: Any) -> list[int]:
     Raises:
       ValueError: no tokenizer, an empty prompt, or ids outside the vocabulary.
     """
-    is_text = isinstance(prompt, str)
-    if not is_text and not _is_iterable(prompt):
-        raise ValueError(f"a prompt is {_shown(prompt)}; expected {_EXPECTED}.")
-    prompt = prompt if is_text else list(prompt)
-    if is_text or (prompt and isinstance(prompt[0], Mapping)):
+    is_text, is_chat = isinstance(prompt, str), isinstance(prompt, Chat)
+    if not is_text and not is_chat:
+        if not _is_iterable(prompt):
+            raise ValueError(f"a prompt is {_shown(prompt)}; expected {_EXPECTED}.")
+        prompt = list(prompt)
+        if prompt and isinstance(prompt[0], Mapping):
+            prompt, is_chat = Chat(prompt), True
+    if is_text or is_chat:
         if target.tokenizer is None:
             raise ValueError(
                 f"model {target.name!r} has no tokenizer, so prompts must be lists of token ids, "
                 f"not text."
             )
-        ids = target.tokenizer.encode(prompt) if is_text else target.tokenizer.encode_chat(prompt)
+        if is_text:
+            ids = target.tokenizer.encode(prompt)
+        else:
+            ids = target.tokenizer.encode_chat(prompt.messages, **prompt.arguments)
     else:
         if not all(map(_is_token, prompt)):
             wrong = next(token for token in prompt if not _is_token(token))

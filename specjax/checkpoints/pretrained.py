@@ -218,7 +218,9 @@ def _check_config(new: Path, config: ModelConfig) -> None:
 def _write_tokenizer(new: Path, model: Model) -> None:
     copied = tokenizer_files.published_files(model.tokenizer, model.folder)
     for path in copied:
-        shutil.copyfile(path, new / path.name)
+        copy = new / path.relative_to(model.folder or "")
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
     if model.folder is not None and read_json(new / CONFIG).get("auto_map"):
         for path in sorted(Path(model.folder).glob("*.py")):
             shutil.copyfile(path, new / path.name)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specjax.text.tokenization import Tokenizer
+from specjax.text.tokenization import MORE_TEMPLATES, Tokenizer
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 # As publishers name them; all that is there is of the same tokenizer.
@@ -34,12 +34,15 @@ def texts_of(tokenizer: Tokenizer | None, max_positions: int | None = None) -> d
     }
     if max_positions is not None:
         settings["model_max_length"] = max_positions
+    template = tokenizer.chat_template
+    if template is not None and not isinstance(template, str):
+        settings["chat_template"] = [{"name": k, "template": t} for k, t in template.items()]
     texts = {
         TOKENIZER: tokenizer.backend.to_str(),
         SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
     }
-    if tokenizer.chat_template is not None:
-        texts[TEMPLATE] = tokenizer.chat_template
+    if isinstance(template, str):
+        texts[TEMPLATE] = template
     return texts
 
 
@@ -54,7 +57,9 @@ def published_files(tokenizer: Tokenizer | None, folder: str | None) -> list[Pat
         return []
     if found is None or _parts(found) != _parts(tokenizer):
         return []
-    return [path for name in FILES if (path := Path(folder) / name).is_file()]
+    files = [Path(folder) / name for name in FILES]
+    files += sorted((Path(folder) / MORE_TEMPLATES).glob("*.jinja"))
+    return [path for path in files if path.is_file()]
 
 
 def _parts(tokenizer: Tokenizer) -> tuple[Any, ...]:

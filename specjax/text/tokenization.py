@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from specjax.runtime.model_files import find_file, read_bytes, read_json
-from specjax.text import chat_template, tokenizer_json
+from specjax.text import chat_template as templates
+from specjax.text import tokenizer_json
 from specjax.text.continuing import Continuing
 from specjax.text.tokenizer_json import is_library_error
 
 Message = Mapping[str, Any]
+MORE_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 _SPECIAL_TOKENS = (
     "bos_token",
     "eos_token",
@@ -38,14 +40,14 @@ class Tokenizer:
         tokenizer: tokenizers.Tokenizer,
         *,
         special_tokens: Mapping[str, str] | None = None,
-        chat_template: str | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
     ):
         """Wraps a tokenizer.
 
         Args:
           tokenizer: modified: padding and truncation are turned off.
           special_tokens: maps "bos_token", "eos_token", ... to the token's text.
-          chat_template: a jinja template over `messages`, or None.
+          chat_template: a jinja template over `messages`, several by name, or None.
         """
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -147,37 +149,68 @@ class Tokenizer:
     def _continuing(self) -> Continuing:
         return Continuing(self.backend)
 
-    def encode_chat(self, messages: Sequence[Message], **template_kwargs) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], *, tokenize: bool = True, **arguments: Any
+    ) -> list[int]:
         """Returns the ids of a conversation in the model's own chat format.
 
         The template writes its special tokens itself, so none are added.
 
         Args:
-          messages: dicts with "role" and "content".
-          **template_kwargs: variables of the template; `add_generation_prompt` is
-            True unless given. Qwen3 reads `enable_thinking`.
+          messages: dicts with "role" and "content". Content that is a list of parts
+            ({"type": "text", "text": ...}) is passed as it is where the template loops over it,
+            else as one text, a line each.
+          tokenize: True; `render_chat` returns text.
+          **arguments: as of `render_chat`.
 
         Raises:
-          ValueError: there is no template, or it fails on the messages.
+          ValueError: as of `render_chat`, or the tokenizer fails.
         """
-        text = self.render_chat(messages, **template_kwargs)
-        return self._encode(text, add_special_tokens=False)
+        if tokenize is not True:
+            raise ValueError("encode_chat returns ids; render_chat returns the text of a chat.")
+        return self._encode(self.render_chat(messages, **arguments), add_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[Message], **template_kwargs) -> str:
-        """Returns the text that `encode_chat` encodes."""
-        if self.chat_template is None:
-            raise ValueError(
-                "this tokenizer has no chat template; add chat_template.jinja to the "
-                "model's folder, or pass the prompt as text."
-            )
-        variables: dict[str, Any] = {
-            **self.special_tokens,
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": True,
-            **template_kwargs,
-        }
-        return chat_template.render(self.chat_template, messages, variables)
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | str = False,
+        tokenize: bool = False,
+        **variables: Any,
+    ) -> str:
+        """Returns the text that `encode_chat` encodes.
+
+        Args:
+          tools: JSON schemas, or functions with type hints and docstrings.
+          documents: dicts with "title" and "text".
+          chat_template: the name of one of the tokenizer's templates, or the text of another. None:
+            the template "tool_use" where there are tools and such a template, else "default".
+          add_generation_prompt: whether the beginning of a reply follows; None: unless
+            continue_final_message. (transformers has False, where this has True.)
+          continue_final_message: whether the text ends within the final message, which the model
+            goes on with; a field's name in place of True: within that field.
+          tokenize: False; `encode_chat` returns ids.
+          **variables: of the template; Qwen3 reads `enable_thinking`.
+
+        Raises:
+          ValueError: there is no such template, it fails on the messages, takes too much time or
+            memory (docs/untrusted-files.md), or an argument of transformers' has no effect here.
+        """
+        if tokenize is not False:
+            raise ValueError("render_chat returns text; encode_chat returns the ids of a chat.")
+        return templates.render(
+            templates.chosen(self.chat_template, chat_template, has_tools=tools is not None),
+            messages,
+            {**self.special_tokens, **variables},
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
 
     def decode(
         self,
@@ -244,31 +277,43 @@ def _library_errors(action: str) -> Iterator[None]:
         raise ValueError(_FAILED.format(action, error)) from error
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Returns the template from chat_template.jinja, else from the .json, else the config."""
-    if path := find_file(folder, "chat_template.jinja"):
-        content = read_bytes(path, 4 * chat_template.MAX_SOURCE_CHARS)
-        try:
-            return content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path} is not UTF-8 text ({error}); fetch the file again."
-            ) from error
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """Returns the template of a folder, or several by name.
+
+    Files of one template each win over chat_template.json, which wins over tokenizer_config.json.
+    """
+    files = {"default": "chat_template.jinja"}
+    more = folder / MORE_TEMPLATES
+    if more.is_dir():
+        names = sorted(each.stem for each in more.iterdir() if each.suffix == ".jinja")
+        files |= {name: f"{MORE_TEMPLATES}/{name}.jinja" for name in names}
+    found = {name: _text(path) for name in files if (path := find_file(folder, files[name]))}
+    if found:
+        return found["default"] if found.keys() == {"default"} else found
     legacy = _read_optional(folder, "chat_template.json")
     template = legacy.get("chat_template", config.get("chat_template"))
-    if isinstance(template, list):
-        named = {
-            entry.get("name"): entry.get("template")
-            for entry in template
-            if isinstance(entry, dict) and isinstance(entry.get("name"), str)
-        }
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise ValueError(
-            f"the chat template in {folder} is a {type(template).__name__}, expected "
-            "text or a list of named texts; fetch tokenizer_config.json again."
+    if template is None or isinstance(template, str):
+        return template
+    named: dict[str, str] = {}
+    for entry in template if isinstance(template, list) else [template]:
+        name, text = (
+            (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (0, 0)
         )
-    return template
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ValueError(
+                f"a chat template in {folder} is {str(entry)[:100]}, expected text or a list of "
+                "objects with name and template; fetch tokenizer_config.json again."
+            )
+        named[name] = text
+    return named
+
+
+def _text(path: Path) -> str:
+    """Returns the template in a file."""
+    try:
+        return read_bytes(path, 4 * templates.MAX_SOURCE_CHARS).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}); fetch the file again.") from error
 
 
 def _content(folder: Path, key: str, token: Any) -> str | None:

@@ -192,6 +192,22 @@ def test_the_tokenizer(has_folder, tmp_path):
     assert loaded.chat_template == model.tokenizer.chat_template
 
 
+def test_templates_by_name(tmp_path):
+    model = dataclasses.replace(specjax.load_model("demo"), folder=None)
+    templates = {"default": "d", "tool_use": "{{ tools }}"}
+    model.tokenizer.chat_template = templates
+    specjax.save_pretrained(model, tmp_path / "by_name")
+    again = specjax.load_model(tmp_path / "by_name")
+    assert again.tokenizer.chat_template == templates
+    more = tmp_path / "by_name" / "additional_chat_templates"
+    more.mkdir()
+    for name, text in templates.items():
+        (more / f"{name}.jinja").write_text(text)
+    specjax.save_pretrained(specjax.load_model(more.parent), tmp_path / "copied")
+    assert (tmp_path / "copied" / more.name / "tool_use.jinja").read_text() == "{{ tools }}"
+    assert specjax.load_model(tmp_path / "copied").tokenizer.chat_template == templates
+
+
 def test_files_are_copied_only_where_they_say_the_same(tmp_path):
     specjax.save_pretrained(specjax.load_model("demo"), tmp_path / "first")
     path = tmp_path / "first" / "tokenizer_config.json"

@@ -25,7 +25,7 @@ from folder_faults import (
 from folder_sweep import message_of, serve
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from specjax.text import chat_template, tokenizer_json
+from specjax.text import template_process, tokenizer_json
 
 GOLDENS = Path(__file__).resolve().parents[2] / "goldens"
 FAMILIES = ("llama", "llama_tied", "llama_yarn", "qwen2", "qwen2_sliding", "qwen3")
@@ -224,7 +224,7 @@ def use_folder(folder: Path) -> tuple[str, None]:
 
 def main() -> None:
     tokenizer_json.MAX_GROWTH, tokenizer_json._MAX_PREPENDED_CHARS = 64, 4
-    tokenizer_json._MAX_STAGES, chat_template.MAX_OUTPUT_CHARS = 4, 10_000
+    tokenizer_json._MAX_STAGES, template_process.MAX_OUTPUT_CHARS = 4, 10_000
     sound = Path(sys.argv[1])
     for name in FAMILIES:  # so that what jax takes once is not counted
         shutil.copytree(GOLDENS / name, sound / name, dirs_exist_ok=True)

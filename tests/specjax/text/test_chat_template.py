@@ -1,13 +1,19 @@
-"""Limits of chat templates, and what they may do.
+"""Chat templates: what they may do, where they are rendered, and what ends them."""
 
-What templates may do is in test_tokenization.py.
-"""
-
+import concurrent.futures
+import dataclasses
 import datetime
+import os
+import pathlib
+import signal
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
-from specjax.text import chat_template
+from specjax.text import chat_template, template_process
+from specjax.text.template_process import _Worker
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -16,109 +22,227 @@ def _render(source, messages=HELLO, **variables):
     return chat_template.render(source, messages, variables)
 
 
+def test_what_templates_do_is_left_to_them():
+    written = {
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{% endfor %}": "1/1",
+        "{% for m in messages if m.role == 'x' %}a{% else %}b{% endfor %}": "b",
+        "{% for i in range(3) %}{{ loop.previtem }}{% endfor %}": "01",
+        "{% for i in range(9) %}{% if i %}{% break %}{% endif %}.{% endfor %}": ".",
+        "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}": "a1",
+        "{% for i in [1, [2]] recursive %}{{ loop(i) if i is iterable else i }}{% endfor %}": "12",
+        "{{ messages[::-1][0].content[1:] ~ 1 ~ none }}": "i1None",
+        "{{ 'a,b'.split(',') | map('upper') | join('-') }}": "A-B",
+        "{{ '{:>3}{}'.format(1, 'x') }}{{ '%02d' % 3 }}{{ '%s' | format('y') }}": "  1x03y",
+        "{{ '-' * 3 }}{{ [1] + [2] }}{{ 2 ** 10 }}{{ 7 // 2 }}": "---[1, 2]10243",
+        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}": "1",
+        "{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m(1) ~ m(2) }}": "<1><2>",
+        "{% set x %}a{% endset %}{{ x }}{% filter upper %}b{% endfilter %}": "aB",
+        "{% set ns = namespace(a=1, self=2) %}{% set ns.b = 3 %}{{ ns.a + ns.self + ns.b }}": "6",
+        "{{ dict(a=1) }}{{ dict.fromkeys('a', 1) }}": "{'a': 1}{'a': 1}",
+        "{% generation %}{{ messages[0].content }}{% endgeneration %}!": "hi!",
+        "{{ {'b': '<&\u4f60>', 'a': 1} | tojson }}": '{"b": "<&\u4f60>", "a": 1}',
+        "{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}": '{"a": 2, "b": 1}',
+        "{{ {'a': [1]} | tojson(indent=2) }}": '{\n  "a": [\n    1\n  ]\n}',
+        "{{ [1, 2] | tojson(separators=(',', ':'), ensure_ascii=true) }}": "[1,2]",
+        "  {% if true %}\nyes\n  {% endif %}\nno\n": "yes\nno",
+        "{{ 'a\\nb' | wordwrap }}{{ [1, 2] | pprint }}": "a\nb[1, 2]",
+        "{{ '\ud800' }}": "\ud800",
+    }
+    found = {source: _render(source) for source in written}
+    assert found == written
+
+
+def test_the_date_is_that_of_the_program():
+    before = datetime.datetime.now()
+    said = _render("{{ strftime_now('%Y-%m-%d %H:%M') }}")
+    assert before.strftime("%Y-%m-%d %H:%M") <= said <= f"{datetime.datetime.now():%Y-%m-%d %H:%M}"
+
+
+class Text(str):
+    """A text with an attribute of its own."""
+
+    kept = "kept"
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+
+def test_a_template_sees_plain_values():
+    given = {
+        "text": Text("a"),
+        "count": np.int64(3),
+        "flag": np.bool_(False),
+        "share": np.float32(0.5),
+        "point": Point(x=1),
+        "pair": (1, 2),
+        "keys": {1: 2},
+        "array": np.zeros(2),
+        "call": print,
+    }
+    source = "{{ text }}{{ text.kept }} " + " ".join(f"{{{{ {key} }}}}" for key in [*given][1:])
+    expected = "a 3 False 0.5 {'x': 1} (1, 2) {1: 2} <ndarray> <builtin_function_or_method>"
+    assert _render(source, **given) == expected
+
+
 @pytest.mark.parametrize(
-    ("limit", "most", "message"),
+    ("source", "message"),
     [
-        ("MAX_SOURCE_CHARS", 20, "at most 20 are compiled"),
-        ("MAX_OUTPUT_CHARS", 20, "writes more than 20 characters"),
-        ("MAX_CPU_S", -1, "computes for more than -1 s"),
-        ("MAX_TOTAL_BYTES", 2000, "values of more than 2000 bytes together"),
-        ("MAX_VALUE_BYTES", -30_000, "makes a value of"),
-        ("_MAX_CALL_DEPTH", 0, "nested 0 deep"),
+        ("{{ messages.append(1) }}", "is unsafe and was stopped: SecurityError: .*append"),
+        ("{{ messages[0].update({}) }}", "is unsafe and was stopped"),
+        ("{{ namespace(_a=1) }}", "is unsafe and was stopped: .* cannot hold '_a'"),
+        ("{% set n = namespace() %}{% set n._a = 1 %}", "is unsafe and was stopped"),
+        ("{% include 'a file' %}", "failed on 1 messages: TypeError: no loader"),
+        ("{% import 'a file' as a %}", "failed on 1 messages: TypeError: no loader"),
+        ("{{ 1 | x }}", "failed to compile: .*No filter named 'x'"),
+        ("{% if %}", "failed to compile: TemplateSyntaxError"),
+        ("{{ messages[0].a.b }}", "failed on 1 messages: UndefinedError"),
+        (
+            "{{ raise_exception('roles must alternate.') }}",
+            r"failed on 1 messages: TemplateError: roles must alternate\. Change",
+        ),
+        (
+            "{{ raise_exception('a' * 9999) }}",
+            r"failed on 1 messages: TemplateError: a{500}\.\.\.",
+        ),
     ],
 )
-def test_a_template_that_takes_more_than_a_limit_is_stopped(limit, most, message, monkeypatch):
-    source = "{% macro m(x) %}{{ x * 500 }}{% endmacro %}{% for i in range(9) %}{{ m('abcdefghij') }}{% endfor %}"
-    assert _render(source) == "abcdefghij" * 4500
-    monkeypatch.setattr(chat_template, limit, most)
-    with pytest.raises(ValueError, match=f"the chat template .*{message}"):
+def test_a_template_that_fails_says_why(source, message):
+    with pytest.raises(ValueError, match=f"the chat template {message}"):
+        _render(source)
+    assert _render("{{ messages[0].content }}") == "hi"
+
+
+@pytest.mark.parametrize(
+    ("module", "limit", "most", "message"),
+    [
+        (chat_template, "MAX_SOURCE_CHARS", 20, "has 43 characters, and at most 20 are compiled"),
+        (template_process, "MAX_OUTPUT_CHARS", 20, "stopped: it writes more than 20 characters"),
+        (template_process, "MAX_WAIT_S", -1.0, "stopped: it does not end within -1 s"),
+        pytest.param(
+            template_process,
+            "MAX_MEMORY_BYTES",
+            2**20,
+            "stopped: it takes more than 1048576 bytes of memory",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="limited on Linux"),
+        ),
+    ],
+)
+def test_a_template_that_takes_more_than_a_limit_is_stopped(
+    module, limit, most, message, monkeypatch
+):
+    source = "{{ (messages[0].content * 20000000)[:99] }}"
+    assert len(_render(source)) == 99
+    with monkeypatch.context() as lowered:
+        lowered.setattr(module, limit, most)
+        with pytest.raises(ValueError, match=f"the chat template .*{message}"):
+            _render(source)
+    assert len(_render(source)) == 99
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no prlimit")
+def test_the_process_has_limits(monkeypatch):
+    import resource
+
+    monkeypatch.setattr(template_process._pool, "_idle", [])
+    _render("")
+    (worker,) = template_process._pool._idle
+    limits = {
+        name: resource.prlimit(worker._process.pid, getattr(resource, f"RLIMIT_{name}"))
+        for name in ("AS", "CPU", "CORE", "FSIZE", "NOFILE", "NPROC")
+    }
+    worker.end()
+    assert limits["AS"][0] == template_process.MAX_MEMORY_BYTES
+    assert template_process.MAX_CPU_S < limits["CPU"][0] <= template_process.MAX_CPU_S + 3
+    assert [limits[name] for name in ("CORE", "FSIZE", "NOFILE", "NPROC")] == [
+        (0, 0), (0, 0), (3, 3), (0, 0),
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no such signals")
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (getattr(signal, "SIGXCPU", 0), "it computes for more than 5 s"),
+        (getattr(signal, "SIGKILL", 0), "it ends the process that renders it .exit code -9"),
+    ],
+)
+def test_a_process_that_ends_is_an_error_of_its_template(number, message):
+    worker = _Worker()
+    os.kill(worker._process.pid, number)
+    worker._process.wait()
+    with pytest.raises(template_process.Stopped, match=message):
+        worker.ask(b"a request")
+
+
+@pytest.mark.full
+def test_a_template_that_computes_too_long_is_stopped(monkeypatch):
+    monkeypatch.setattr(template_process, "MAX_CPU_S", 0)
+    source = "{% for i in range(50000) %}{% for i in range(600) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ValueError, match="it computes for more than 0 s"):
         _render(source)
 
 
-def test_small_values_count_together(monkeypatch):
-    """Each is far below the limit of one value, and none is kept."""
-    source = "{% for i in range(TIMES) %}{% set x = 'a' * 1000 %}{% endfor %}"
-    monkeypatch.setattr(chat_template, "MAX_TOTAL_BYTES", 100_000)
-    assert _render(source.replace("TIMES", "60")) == ""
-    with pytest.raises(ValueError, match="makes values of more than 100000 bytes together"):
-        _render(source.replace("TIMES", "120"))
+def test_a_process_that_has_ended_is_replaced():
+    _render("")
+    for worker in template_process._pool._idle:
+        worker._process.kill()
+        worker._process.wait()
+    assert _render("{{ messages[0].content }}") == "hi"
 
 
-class Marked:
-    """An object with an attribute that is nobody else's."""
-
-    def __init__(self):
-        self.open, self._kept = "open", "kept"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ marked._kept + 'a' }}",
-        "{{ marked['_kept'] + 'a' }}",
-        "{{ (marked | attr('_kept')) + 'a' }}",
-        "{% include 'a file' %}",
-        "{% import 'a file' as a %}",
-        "{{ messages.append(1) }}",
-    ],
-)
-def test_a_template_reads_no_private_attribute_and_no_file(source):
-    assert _render("{{ marked.open }}", marked=Marked()) == "open"
-    with pytest.raises(ValueError, match="the chat template"):
-        _render(source, marked=Marked())
+def test_threads_share_a_few_processes():
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(lambda i: _render("{{ i }}", i=i), range(64)))
+    assert texts == list(map(str, range(64)))
+    assert 1 <= len(template_process._pool._idle) <= template_process.MAX_PROCESSES
 
 
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        ("{% for m in messages %}{{ loop.index }}/{{ loop.length }}{% endfor %}", "1/1"),
-        ("{% for m in messages if m.role == 'x' %}a{% else %}b{% endfor %}", "b"),
-        ("{% for i in range(3) %}{{ loop.previtem }}{% endfor %}", "01"),
-        ("{% for i in range(3) %}{{ loop.cycle('a', 'b') }}{% endfor %}", "aba"),
-        ("{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}", "a1"),
-        ("{% for i in [1, [2]] recursive %}{{ loop(i) if i is iterable else i }}{% endfor %}", "12"),
-        ("{{ messages[::-1][0].content[1:] ~ 1 ~ none }}", "i1None"),
-        ("{{ 'a,b'.split(',') | map('upper') | join('-') }}", "A-B"),
-        ("{{ '{:>3}{}'.format(1, 'x') }}{{ '%02d' % 3 }}{{ '%s' | format('y') }}", "  1x03y"),
-        ("{{ 'abab'.replace('ab', 'c', 1) }}{{ 'ab' | replace('a', 'x') }}", "cabxb"),
-        ("{{ '-' * 3 }}{{ [1] + [2] }}{{ 2 ** 10 }}{{ 7 // 2 }}{{ 7 % 4 }}", "---[1, 2]102433"),
-        ("{{ [3, 1] | sort | sum }}{{ [[1], [2]] | sum(start=[]) }}", "4[1, 2]"),
-        ("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}", "1"),
-        ("{{ {'a': [1]} | tojson(indent=2) }}", '{\n  "a": [\n    1\n  ]\n}'),
-        ("{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m(1) ~ m(2) }}", "<1><2>"),
-        ("{% set x %}a{% endset %}{{ x }}{% filter upper %}b{% endfilter %}", "aB"),
-        ("{% set ns = namespace() %}{% set ns.a = ns %}{{ ns }}", "<namespace>"),
-        ("{{ own(2) }}{{ when.isoformat() }}", "32026-01-02"),
-    ],
-)  # fmt: skip
-def test_what_templates_do_is_left_to_them(source, text):
-    own = lambda number: number + 1
-    assert _render(source, own=own, when=datetime.date(2026, 1, 2)) == text
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_process_has_no_variables_of_the_program(monkeypatch):
+    monkeypatch.setenv("SPECJAX_SECRET", "xyzzy")
+    worker = _Worker()
+    environment = pathlib.Path(f"/proc/{worker._process.pid}/environ").read_text()
+    worker.end()
+    assert "xyzzy" not in environment
+
+
+def test_a_python_that_cannot_be_started_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    with pytest.raises(RuntimeError, match="a process of '/no/python', which renders chat templ"):
+        _Worker()
+    monkeypatch.undo()
+    monkeypatch.setattr(template_process, "_START", "raise SystemExit(3)")
+    with pytest.raises(RuntimeError, match=r"did not start \(exit code 3\)"):
+        _Worker()
+
+
+PROGRAM = """
+import os
+from specjax.text import chat_template
+render = lambda: chat_template.render("{{ messages[0].content }}", [{"content": "hi"}], {})
+assert render() == "hi"
+child = os.fork()
+assert render() == "hi"
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows does not fork")
+def test_a_program_that_forks_and_ends_leaves_nothing_behind():
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_long_conversation_fits():
-    """What the caller passes is not held against the template."""
     messages = [{"role": "user", "content": "some words " * 60} for _ in range(1000)]
-    messages[0]["image"] = "a" * 20_000_000
+    messages[0]["attached"] = "a" * 20_000_000
     source = (
-        "{% set ns = namespace(text='', all=[]) %}{% for m in messages %}"
-        "{% set ns.text = ns.text ~ m.content %}{% endfor %}"
-        "{% set copied = messages + [] %}{{ copied | length }}{{ ns.text }}"
+        "{% set ns = namespace(text='') %}{% for m in messages %}"
+        "{% set ns.text = ns.text ~ m.content %}{% endfor %}{{ ns.text }}"
     )
-    assert len(_render(source, messages)) == 4 + 1000 * 660
-
-
-def test_a_template_is_compiled_once(monkeypatch):
-    source = "{{ messages[0].content }} once"
-    assert _render(source) == "hi once"
-    monkeypatch.setattr(chat_template, "_environment", None)
-    assert _render(source) == "hi once"
-
-
-def test_the_error_of_a_template_is_that_of_its_messages():
-    with pytest.raises(ValueError, match=r"failed to compile: .*No filter named 'x'"):
-        _render("{{ 1 | x }}")
-    with pytest.raises(ValueError, match=r"failed on 1 messages: .*UndefinedError"):
-        _render("{{ messages[0].a.b }}")
-    with pytest.raises(ValueError, match=r"roles must alternate\. Change the messages"):
-        _render("{{ raise_exception('roles must alternate.') }}")
+    assert len(_render(source, messages)) == 1000 * 660

@@ -1,6 +1,5 @@
 """The tokenizer wrapper and chat templates."""
 
-import datetime
 import json
 from unittest import mock
 
@@ -109,47 +108,6 @@ def test_add_generation_prompt_can_be_switched_off():
     assert text == "<|im_start|>user\nhi</s>"
 
 
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        ("  {% if true %}\nyes\n  {% endif %}\nno\n", "yes\nno"),  # trim, lstrip
-        ("{% for i in [0, 1] %}{% if i %}{% break %}{% endif %}.{% endfor %}", "."),
-        ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "hi!"),
-        ("{{ {'a': '<\u4f60&>'} | tojson }}", '{"a": "<\u4f60&>"}'),
-        ("{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}", '{"a": 2, "b": 1}'),
-        ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
-        ("{{ tools is none }} {{ documents is none }}", "True True"),
-        ("{{ bos_token }}{{ eos_token is defined }}", "<s>False"),
-        ("{{ enable_thinking }}", "False"),
-        ("{{ missing is defined }}", "False"),
-    ],
-)  # fmt: skip
-def test_templates_see_what_they_expect(template, text):
-    tokenizer = _with_template(template, bos_token="<s>")
-    assert tokenizer.render_chat(HELLO, enable_thinking=False) == text
-
-
-def test_strftime_now():
-    year = _with_template("{{ strftime_now('%Y') }}").render_chat(HELLO)
-    assert abs(int(year) - datetime.datetime.now().year) <= 1
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% if %}", "chat template failed"),
-        ("{{ messages[0].content + 1 }}", "chat template failed"),
-        ("{{ messages.append(1) }}", "unsafe"),
-        ("{{ 1 / 0 }}", "chat template failed.*ZeroDivisionError: division by zero"),
-        ("{{ {}['a'].b }}", "chat template failed.*UndefinedError"),
-    ],
-)
-def test_a_template_that_fails_says_why(template, message):
-    with pytest.raises(ValueError, match=message):
-        _with_template(template).encode_chat(HELLO)
-
-
 def test_no_template_says_what_to_do():
     with pytest.raises(ValueError, match="has no chat template; add"):
         _with_template(None).encode_chat(HELLO)
@@ -177,7 +135,7 @@ def test_where_the_template_is_found(folder):
     [
         ("tokenizer_config.json", '{"eos_token": 5}', "eos_token in .* is 5, expected"),
         ("tokenizer_config.json", '{"bos_token": {"content": [1]}}', "bos_token in"),
-        ("tokenizer_config.json", '{"chat_template": 5}', "chat template in .* int"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "a chat template in .* is 5, expected"),
         ("tokenizer_config.json", '{"a": ', "is not JSON"),
         ("chat_template.json", '{"chat_template": ["a"], "chat_template": 1}', "twice"),
         ("chat_template.jinja", b"\xff\xfe", "is not UTF-8"),
@@ -190,12 +148,6 @@ def test_odd_files_beside_the_tokenizer(folder, name, text, message):
     (folder / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         Tokenizer.from_folder(folder)
-
-
-def test_a_list_of_templates_may_hold_anything_else(folder):
-    named = [5, {"name": ["default"]}, {"name": "default", "template": "d"}]
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert Tokenizer.from_folder(folder).render_chat(HELLO) == "d"
 
 
 @pytest.mark.parametrize("method", ["encode", "decode"])
