@@ -53,7 +53,7 @@ from specjax.models.mesh_axes import MeshAxisMap, mapped
 from specjax.paged import kv_cache
 from specjax.paged.page_sizes import with_page_size
 from specjax.paged.work import ModelWork
-from specjax.planning import plan_request, plans
+from specjax.planning import devices, plan_request, plans
 from specjax.planning.device_memory import (
     MemoryWatch,
     available_bytes,
@@ -466,7 +466,7 @@ class Setup:
             target_name=self.target.name,
             drafter=self.drafter.spec,
             drafter_name=self.drafter.name,
-            device=plan_request.Device(plan_request.HERE, chips, None, self.mesh),
+            device=devices.Device(devices.HERE, chips, None, self.mesh),
             dtype=self._dtype,
             num_speculative_tokens=self.speculation.depth,
             engine=self.engine,

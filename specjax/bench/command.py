@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import sys
@@ -21,6 +20,7 @@ from specjax.cli.parser import Parser, at_least
 from specjax.config.engine import EngineConfig
 from specjax.config.names import DRAFTERS
 from specjax.config.sampling import SamplingParams
+from specjax.configs.models import known_shape
 from specjax.drafters.loading import is_head, load_drafter
 from specjax.models.base import Model
 from specjax.models.families import family_of
@@ -260,9 +260,8 @@ def parameters_of(text: str) -> float:
 
 def model(name: str) -> Any:
     """Returns a model with random weights where `name` is one of configs/models, else the name."""
-    try:
-        config = importlib.import_module(f"specjax.configs.models.{name}").get_config()
-    except ModuleNotFoundError:
+    config = None if "/" in name else known_shape(name)
+    if config is None:
         return name
     params = family_of(config).init(jax.random.key(0), config)
     return Model(config, params, name=name)

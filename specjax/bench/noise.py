@@ -23,7 +23,7 @@ from specjax.bench import bare, embedded, measuring
 from specjax.bench.quick import BURST_STEPS, Decoding
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
-from specjax.configs.models import bench_60m
+from specjax.configs.models import SHAPES
 from specjax.drafters.draws import draw_siblings
 from specjax.models import llama
 from specjax.models.dense import sequence_logits
@@ -148,7 +148,7 @@ def contenders(vocab: int) -> dict[str, Callable[[], Any]]:
 
 def steps() -> dict[str, Callable[[], Any]]:
     """Returns plain decoding of the 60M-parameter model by "step/number of rows"."""
-    config = bench_60m.get_config()
+    config = SHAPES["bench_60m"]
     params = llama.init(jax.random.key(0), config)
     return {
         f"step/{rows}": bare.forward_loop(

@@ -21,7 +21,7 @@ import numpy as np
 
 import specjax
 from specjax.bench import embedded, measuring
-from specjax.configs.models import bench_60m
+from specjax.configs.models import SHAPES
 from specjax.models.base import Model
 from specjax.models.families import family_of
 
@@ -35,7 +35,7 @@ def models() -> Iterator[Model]:
     """Yields the models, in float32."""
     yield specjax.load_model("demo")
     yield specjax.load_model("demo-draft")
-    config = bench_60m.get_config()
+    config = SHAPES["bench_60m"]
     params = family_of(config).init(jax.random.key(0), config, std=0.06)
     yield Model(config, params, name="60M, random")
 

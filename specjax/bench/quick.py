@@ -17,7 +17,7 @@ from specjax.bench import bare, embedded, measuring
 from specjax.bench.fixed_batch import begin, plan_for_all
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
-from specjax.configs.models import bench_60m
+from specjax.configs.models import SHAPES
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
@@ -43,7 +43,7 @@ class WrongDrafter(DrafterSpec):
             del params
             rows = decode_state.history.shape[0]
             token_ids = jnp.full(
-                (rows, context.num_speculative_tokens), bench_60m.get_config().vocab_size - 1
+                (rows, context.num_speculative_tokens), SHAPES["bench_60m"].vocab_size - 1
             )
             return Draft(
                 Proposal(token_ids=token_ids, num_tokens=num_tokens),
@@ -77,7 +77,7 @@ class Decoding:
         )
         self.depth = num_speculative_tokens
         config = DecoderConfig(
-            target=bench_60m.get_config(),
+            target=SHAPES["bench_60m"],
             drafter=drafter or NoDrafter(),
             sizes=sizes,
             engine=EngineConfig(),
@@ -136,7 +136,7 @@ class Decoding:
 
 def run(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Returns all figures by name; `say` is told what is being done."""
-    config = bench_60m.get_config()
+    config = SHAPES["bench_60m"]
     params = llama.init(jax.random.key(0), config)
     figures: dict[str, Any] = {
         "environment": measuring.environment(),
@@ -158,7 +158,7 @@ def run(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
 
 def batch_one(params: llama.Params, rounds: int) -> dict[str, float]:
     """Plain decoding of one row against reading the weights once per token."""
-    config = bench_60m.get_config()
+    config = SHAPES["bench_60m"]
     decoding = Decoding(params, rows=1, context=128)
     sum_bytes = 2**30
     seconds = measuring.interleaved(
@@ -192,7 +192,7 @@ def batch_one(params: llama.Params, rounds: int) -> dict[str, float]:
 def batch_eight(params: llama.Params, rounds: int) -> dict[str, float]:
     """Plain decoding of eight rows at a context of 256 against their matmuls alone."""
     decoding = Decoding(params, rows=8, context=256 - BURST_STEPS // 2)
-    config = bench_60m.get_config()
+    config = SHAPES["bench_60m"]
     seconds = measuring.interleaved(
         {
             "plain": bare.matmul_chain(params, 8, BURST_STEPS),

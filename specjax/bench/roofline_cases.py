@@ -12,8 +12,8 @@ from typing import NamedTuple
 from pallas_kernels.implementations import lowered_for
 from specjax.config.engine import EngineConfig
 from specjax.config.speculation import SpeculationConfig
-from specjax.configs.heads import llama_3_1_8b_dflash, llama_3_1_8b_eagle3
-from specjax.configs.models import llama_3_1_8b, llama_3_2_1b, qwen3_0_6b
+from specjax.configs import heads as published
+from specjax.configs.models import SHAPES
 from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter
 from specjax.drafters.self_drafter import SelfDrafter
 from specjax.drafters.spec import DrafterSpec, ModelDrafter, NgramDrafter, NoDrafter
@@ -21,8 +21,9 @@ from specjax.models.base import ModelConfig, RopeConfig
 from specjax.models.dflash import DFlashConfig
 from specjax.models.eagle3 import Eagle3Config
 from specjax.planning.abstract_decoder import AbstractDecoder
+from specjax.planning.devices import find_device
 from specjax.planning.layer_pattern import FEW_LAYERS, LayerCounts, layers_to_compile
-from specjax.planning.plan_request import PlanRequest, find_device, with_split_drafter
+from specjax.planning.plan_request import PlanRequest, with_split_drafter
 
 CONTEXTS = 2048, 8192  # tokens that each row has
 MAX_CONTEXT = 16_384
@@ -65,12 +66,12 @@ def gemma_like() -> ModelConfig:
 
 def eagle3_head() -> Eagle3Config:
     """Returns the EAGLE-3 head, which captures first layers here: which ones changes no bytes."""
-    return dataclasses.replace(llama_3_1_8b_eagle3.get_config(), aux_layers=(2, 3, 4))
+    return dataclasses.replace(published.HEADS["llama-3.1-8b-eagle3"], aux_layers=(2, 3, 4))
 
 
 def dflash_head() -> DFlashConfig:
     """Returns the DFlash head, which captures first layers here, too."""
-    return dataclasses.replace(llama_3_1_8b_dflash.get_config(), aux_layers=(1, 2, 3, 4, 5))
+    return dataclasses.replace(published.HEADS["llama-3.1-8b-dflash"], aux_layers=(1, 2, 3, 4, 5))
 
 
 def p_eagle_head() -> Eagle3Config:
@@ -111,8 +112,8 @@ class Layers(NamedTuple):
 def pairs() -> dict[str, Pair]:
     """Returns the models by name."""
     return {
-        "Llama-3.1-8B": Pair(llama_3_1_8b.get_config(), llama_3_2_1b.get_config()),
-        "Qwen3-0.6B": Pair(qwen3_0_6b.get_config(), None),
+        "Llama-3.1-8B": Pair(SHAPES["llama-3.1-8b"], SHAPES["llama-3.2-1b"]),
+        "Qwen3-0.6B": Pair(SHAPES["qwen3-0.6b"], None),
         "Gemma-like-4B": Pair(gemma_like(), None),
     }
 

@@ -3,13 +3,15 @@
     python -m specjax.bench.scheduling --out docs/benchmarks
 
 writes scheduling.json and the picture of a draining batch. Every figure is a ratio within
-this run. With `--costs FILE` the costs of pairs that were measured before are read instead.
+this run. With `--costs FILE` the costs of pairs that were measured before are read instead; they
+are replayed with the K that they have, which may be those of an earlier ladder.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ from specjax.api.assemble import Setup
 from specjax.api.plots import new_figure, whole_ticks
 from specjax.bench import calibrate, measuring
 from specjax.bench.command import model
+from specjax.bench.device_report.document import commit
 from specjax.bench.replay import Clock, Costs, Oracle, Replay, Workload
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
@@ -41,8 +44,7 @@ PAIRS = {
 }
 RANKED_ROWS = (8, 32)  # numbers of rows for which slots by rank are measured
 BATCHES = (1, 2, 4, 8, 16, 32)
-DEPTHS = (0, 1, 2, 3, 5, 7)
-MOST = DEPTHS[-1]
+MOST = 7  # draft tokens of a step that is measured
 ACCEPTANCE = (0.0, 0.5, 0.8)
 RAMP_ACCEPTANCE = (0.2, 0.3, 0.5, 0.7)
 # Batches that drain one after the other, as in a training loop, of requests that differ: by
@@ -139,31 +141,35 @@ def costs_of(measured: dict[str, Any], most_context: int | None = None) -> tuple
     return costs, policy_knows
 
 
-def steady(measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """Replays loads that stay: the policy against every K, learning cold and calibrated."""
-    rows = []
-    for batch in BATCHES:
-        for rate in ACCEPTANCE:
-            workload = Workload(np.full(batch, TOKENS), np.full(batch, rate), context=CONTEXT)
-            costs, known = costs_of(measured)
-            fixed = {k: Replay(workload, costs, Fixed(k)).run() for k in DEPTHS}
-            best = min(fixed, key=lambda k: fixed[k].seconds)
-            own = {"batch": batch, "acceptance": rate, "best_k": best}
-            own["best_s"] = fixed[best].seconds
-            for name, policy in (
-                ("cold", Goodput(MOST)),
-                ("calibrated", Goodput(MOST, known)),
-            ):
-                ran = Replay(workload, costs, policy, clock=Clock(1, NOISE)).run()
-                speed = ran.tokens_per_second(BURN_IN_STEPS)
-                own |= {
-                    f"{name}_of_best": speed / fixed[best].tokens_per_second(BURN_IN_STEPS),
-                    f"{name}_of_none": speed / fixed[0].tokens_per_second(BURN_IN_STEPS),
-                    f"{name}_lost_in_burn_in_s": _burn_in_loss(ran, fixed[best]),
-                    f"{name}_whole_of_best": fixed[best].seconds / ran.seconds,
-                }
-            rows.append(own)
-    return rows
+def depths_of(measured: dict[str, Any]) -> list[int]:
+    """Returns the values of K whose steps were measured, ascending, 0 among them."""
+    return sorted({step["num_speculative_tokens"] for step in measured["steps"]})
+
+
+def goodput(measured: dict[str, Any], known: StepCosts | None = None, **options: Any) -> Goodput:
+    """Returns the policy over the values of K that were measured."""
+    depths = depths_of(measured)
+    return Goodput(depths[-1], known, depths=depths[1:], **options)
+
+
+def steady(measured: dict[str, Any], batch: int, rate: float) -> dict[str, Any]:
+    """Replays a load that stays: the policy against every K, learning cold and calibrated."""
+    workload = Workload(np.full(batch, TOKENS), np.full(batch, rate), context=CONTEXT)
+    costs, known = costs_of(measured)
+    fixed = {k: Replay(workload, costs, Fixed(k)).run() for k in depths_of(measured)}
+    best = min(fixed, key=lambda k: fixed[k].seconds)
+    own = {"batch": batch, "acceptance": rate, "best_k": best}
+    own["best_s"] = fixed[best].seconds
+    for name, policy in (("cold", goodput(measured)), ("calibrated", goodput(measured, known))):
+        ran = Replay(workload, costs, policy, clock=Clock(1, NOISE)).run()
+        speed = ran.tokens_per_second(BURN_IN_STEPS)
+        own |= {
+            f"{name}_of_best": speed / fixed[best].tokens_per_second(BURN_IN_STEPS),
+            f"{name}_of_none": speed / fixed[0].tokens_per_second(BURN_IN_STEPS),
+            f"{name}_lost_in_burn_in_s": _burn_in_loss(ran, fixed[best]),
+            f"{name}_whole_of_best": fixed[best].seconds / ran.seconds,
+        }
+    return own
 
 
 def short_generations(
@@ -175,11 +181,14 @@ def short_generations(
         Workload(np.full(batch, SHORT_TOKENS), np.full(batch, rate), CONTEXT, seed=seed)
         for seed in range(3)
     ]
-    fixed = {k: sum(Replay(text, costs, Fixed(k)).run().seconds for text in texts) for k in DEPTHS}
+    fixed = {
+        k: sum(Replay(text, costs, Fixed(k)).run().seconds for text in texts)
+        for k in depths_of(measured)
+    }
     best = min(fixed, key=lambda k: fixed[k])
     shares = []
     for seed in range(seeds):
-        policy, clock = Goodput(MOST), Clock(seed, **SHORT_CLOCK)
+        policy, clock = goodput(measured), Clock(seed, **SHORT_CLOCK)
         seconds = []
         for number in range(SHORT_BURN_IN + SHORT_COUNTED):
             text = texts[number % len(texts)]
@@ -221,14 +230,15 @@ def ramp(measured: dict[str, Any], rate: float) -> tuple[dict[str, Any], dict[st
     lengths = heavy_tailed()
     workload = Workload(lengths, np.full(len(lengths), rate), context=CONTEXT)
     costs, known = costs_of(measured)
-    runs = {f"K = {k}": Replay(workload, costs, Fixed(k)).run() for k in DEPTHS}
-    policy = Goodput(MOST, known)
+    depths = depths_of(measured)
+    runs = {f"K = {k}": Replay(workload, costs, Fixed(k)).run() for k in depths}
+    policy = goodput(measured, known)
     runs["goodput"] = Replay(workload, costs, policy, clock=Clock(1, NOISE)).run()
-    oracle = Oracle(workload, costs, DEPTHS)
+    oracle = Oracle(workload, costs, depths)
     runs["oracle"] = Replay(workload, costs, oracle).run()
     seconds = {name: run.seconds for name, run in runs.items()}
-    best = min(seconds[f"K = {k}"] for k in DEPTHS)
-    best_drafting = min(seconds[f"K = {k}"] for k in DEPTHS if k)
+    best = min(seconds[f"K = {k}"] for k in depths)
+    best_drafting = min(seconds[f"K = {k}"] for k in depths if k)
     figures = {
         "acceptance": rate,
         "seconds": seconds,
@@ -243,8 +253,9 @@ def ramp(measured: dict[str, Any], rate: float) -> tuple[dict[str, Any], dict[st
 def series(measured: dict[str, Any], lengths: str, rates: str) -> dict[str, Any]:
     """Replays batches that drain, one after the other, under one policy and under every K."""
     costs, known = costs_of(measured)
-    policy, clock = Goodput(MOST, known), Clock(1, NOISE)
-    seconds = dict.fromkeys(["goodput", *(f"K = {k}" for k in DEPTHS)], 0.0)
+    policy, clock = goodput(measured, known), Clock(1, NOISE)
+    depths = depths_of(measured)
+    seconds = dict.fromkeys(["goodput", *(f"K = {k}" for k in depths)], 0.0)
     for number in range(SERIES_RAMPS):
         rng = np.random.default_rng(number)
         drawn = SERIES_LENGTHS[lengths](rng, 32).astype(int).clip(16, 8000)
@@ -252,16 +263,16 @@ def series(measured: dict[str, Any], lengths: str, rates: str) -> dict[str, Any]
         first = number * workload.rows
         ran = Replay(workload, costs, policy, clock=clock, first_request=first).run()
         seconds["goodput"] += ran.seconds
-        for k in DEPTHS:
+        for k in depths:
             seconds[f"K = {k}"] += Replay(workload, costs, Fixed(k)).run().seconds
-    fixed = {k: seconds[f"K = {k}"] for k in DEPTHS}
+    fixed = {k: seconds[f"K = {k}"] for k in depths}
     return {
         "lengths": lengths,
         "acceptance": rates,
         "seconds": seconds,
-        "best_k": min(DEPTHS, key=fixed.__getitem__),
+        "best_k": min(depths, key=fixed.__getitem__),
         "of_best_k": min(fixed.values()) / seconds["goodput"],
-        "of_best_k_above_0": min(fixed[k] for k in DEPTHS if k) / seconds["goodput"],
+        "of_best_k_above_0": min(fixed[k] for k in depths if k) / seconds["goodput"],
     }
 
 
@@ -272,13 +283,14 @@ def mixed(measured: dict[str, Any], context: int, batch: int = 32) -> dict[str, 
     speeds = {}
     for name in ("ranked", "one K for all"):
         costs, known = costs_of(measured, context)
-        policy = Goodput(MOST, known, ranks=name == "ranked")
+        policy = goodput(measured, known, ranks=name == "ranked")
         run = Replay(workload, costs, policy, clock=Clock(1, NOISE)).run()
         speeds[name] = _full_batch_speed(run)
-    for k in DEPTHS:
+    depths = depths_of(measured)
+    for k in depths:
         run = Replay(workload, costs_of(measured, context)[0], Fixed(k)).run()
         speeds[f"K = {k}"] = _full_batch_speed(run)
-    best = max(speeds[f"K = {k}"] for k in DEPTHS)
+    best = max(speeds[f"K = {k}"] for k in depths)
     return {
         "batch": batch,
         "context": context,
@@ -330,7 +342,8 @@ def run(costs: dict[str, Any], folder: Path) -> dict[str, Any]:
         document["replay"][name] |= {
             "tokens": TOKENS,
             "context": CONTEXT,
-            "steady": steady(measured),
+            "depths": depths_of(measured),
+            "steady": [steady(measured, batch, rate) for batch in BATCHES for rate in ACCEPTANCE],
             "short": {
                 "tokens": SHORT_TOKENS,
                 "burn_in": SHORT_BURN_IN,
@@ -378,7 +391,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             drafter = model(drafter)
         costs[name] = measure_costs(model(target), drafter, row_buckets, options.rounds)
         costs[name]["environment"] = measuring.environment()
-    document = {"environment": environment} | run(costs, options.out)
+    replayed_with = {
+        "commit": commit(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+    document = {"environment": environment, "replayed_with": replayed_with}
+    document |= run(costs, options.out)
     path = options.out / "scheduling.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
     print(path)

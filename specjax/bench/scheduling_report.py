@@ -17,7 +17,7 @@ HEAD = """# Which K: what it brings
 
 `python -m specjax.bench.scheduling` measures the steps of a pair, every bucket in every round, and
 replays them through the real
-policy; `python -m specjax.bench.walls` runs whole generations. {environment}. The 60M pair has random weights and made-up acceptance, and
+policy{replayed}; `python -m specjax.bench.walls` runs whole generations. {environment}. The 60M pair has random weights and made-up acceptance, and
 pays a real draft model.
 """
 STEADY = """## Never slower, replayed
@@ -25,7 +25,7 @@ STEADY = """## Never slower, replayed
 {name} pair. Batches that stay, {tokens} tokens per row after a prompt of {context}; what a step costs is a line
 between what was measured at two contexts, and the seconds that the policy sees scatter by 5 %
 around that. Speed after 200 steps against the best of
-K = 0, 1, 2, 4, 7, of a policy that knows nothing at first (cold) and of one that read a
+K = {depths}, of a policy that knows nothing at first (cold) and of one that read a
 calibration; and the seconds by which its first 200 steps
 took longer than the best K for as many tokens, of how many in all. At the least {least:.3f}; at acceptance 0, against K = 0, {least_at_0:.3f}.
 """
@@ -85,7 +85,10 @@ def report(document: dict[str, Any], walls: Sequence[dict[str, Any]]) -> str:
     """Returns the page."""
     known = document["environment"]
     environment = ", ".join(f"{name} {value}" for name, value in known.items())
-    parts = [HEAD.format(environment=environment)]
+    with_what = document.get("replayed_with", {})
+    versions = ", ".join(f"{name} {value}" for name, value in with_what.items())
+    replayed = f" (replayed with {versions})" if versions else ""
+    parts = [HEAD.format(environment=environment, replayed=replayed)]
     for name, figures in document["replay"].items():
         parts += _replays(name, figures)
     parts.append(_overheads(document["costs"]))
@@ -125,6 +128,7 @@ def _replays(name: str, figures: dict[str, Any]) -> list[str]:
             name=name,
             tokens=figures["tokens"],
             context=figures["context"],
+            depths=", ".join(map(str, figures["depths"])),
             least=min(shares),
             least_at_0=min(at_0),
         ),

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
-from typing import Any
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
 
 from specjax.cli.parser import layer_ids
 from specjax.config.checks import CAPTURED
 from specjax.config.engine import GATES, KV_CACHE_DTYPES, EngineConfig
 from specjax.config.speculation import SpeculationConfig
+
+if TYPE_CHECKING:
+    from specjax.planning.plan_request import PlanRequest
 
 DTYPES = ("float32", "bfloat16", "float16")
 _DEFAULT_ROWS = 64
@@ -23,15 +29,16 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="memory, batch sizes and K for a device that need not be there",
-        description="Compiles a few steps from shapes alone and prints what follows: "
-        "memory, pages, limits, and by the device's published figures the K to draft. "
-        "No weights are read and nothing is run.",
+        description="Prints at once an estimate by formulas: memory, pages, rows, and by the "
+        "device's published figures the K to draft. Then compiles a few steps from shapes alone "
+        "and prints what follows from those. No weights are read and no step is run.",
     )
     parser.set_defaults(run=run, command_parser=parser)
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a folder with config.json, 'demo', or a known shape, as llama-3.1-8b",
+        help="a folder with config.json, 'demo', a known shape, as llama-3.1-8b, or a name on the "
+        "Hugging Face Hub",
     )
     parser.add_argument(
         "--drafter",
@@ -63,7 +70,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--device",
         default="cpu",
-        help="cpu, gpu:h100, or tpu:v5e:2x2 and the like (default %(default)s)",
+        help="cpu, h100, v5e, v5e:2x2 and the like (default %(default)s)",
     )
     parser.add_argument(
         "--tensor-parallel",
@@ -99,6 +106,14 @@ def add_parser(commands: Any) -> None:
         help="how often a draft token stands, assumed to choose K (default %(default)s)",
     )
     _add_engine_options(parser)
+    parser.add_argument(
+        "--estimate",
+        action="store_true",
+        help="stop after the estimate from formulas; nothing is compiled",
+    )
+    parser.add_argument(
+        "--explain", action="store_true", help="say at the end what each word of the tables means"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument("--plot", metavar="FILE", help="draw K and tokens/s as PNG")
 
@@ -197,15 +212,50 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
-    from specjax.cli import plan_report
-    from specjax.planning import plan_request, plans
+    from specjax.cli import plan_document, plan_report
+    from specjax.planning import devices, plans
+    from specjax.planning.estimate import estimate
 
-    device = plan_request.find_device(arguments.device, arguments.tensor_parallel)
+    request = _request(arguments, engine)
     if arguments.plot:
-        plan_report.check_can_draw(device, arguments.plot)
+        plan_report.check_can_draw(request.device, arguments.plot)
+    plan = found = estimate(request)
+    document = plan_document.of_estimate(found)
+    if not arguments.json:
+        print(plan_report.render_estimate(found), flush=True)
+    if not arguments.estimate:
+        speed = request.device.speed
+        try:
+            device = devices.find_device(arguments.device, arguments.tensor_parallel)
+        except NotImplementedError as error:
+            warnings.warn(f"the estimate stands: {error}", stacklevel=2)
+        else:
+            device = dataclasses.replace(device, speed=speed)
+            plan = plans.make_plan(dataclasses.replace(request, device=device), _Progress())
+            if not arguments.json:
+                print(f"\n{plan_report.render(plan)}")
+            document = plan_document.to_dict(plan, document)
+    if arguments.json:
+        print(json.dumps(document, indent=2))
+    elif arguments.explain:
+        print(f"\n{plan_report.explained()}")
+    if arguments.plot:
+        plan_report.draw(plan, arguments.plot)
+        print(f"drawn: {arguments.plot}", file=sys.stderr)
+    return 0
+
+
+def _request(arguments: argparse.Namespace, engine: EngineConfig) -> PlanRequest:
+    """Returns the request of the arguments, for a device that nothing is compiled for yet."""
+    from specjax.planning import devices, named_models, plan_request
+    from specjax.planning.processor_speed import processor_speed
+
+    device = devices.described(arguments.device, arguments.tensor_parallel)
+    if device.name == devices.CPU:
+        device = dataclasses.replace(device, speed=processor_speed())
     has_bfloat16 = device.figures is not None and device.figures.has_bfloat16
-    target = plan_request.find_config(arguments.model)
-    drafter = plan_request.find_drafter(arguments.drafter, target, arguments.aux_layer_ids)
+    target = named_models.find_config(arguments.model)
+    drafter = named_models.find_drafter(arguments.drafter, target, arguments.aux_layer_ids)
     if arguments.store_features is not None:
         if arguments.store_features and not drafter.taps:
             what = "captured" if arguments.store_features == CAPTURED else "features"
@@ -225,16 +275,7 @@ def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
         engine=engine,
         acceptance_rate=arguments.acceptance_rate,
     )
-    request = plan_request.with_split_drafter(request, arguments.draft_tensor_parallel)
-    plan = plans.make_plan(request, _show_progress)
-    if arguments.json:
-        print(json.dumps(plan_report.to_dict(plan), indent=2))
-    else:
-        print(plan_report.render(plan))
-    if arguments.plot:
-        plan_report.draw(plan, arguments.plot)
-        print(f"drawn: {arguments.plot}", file=sys.stderr)
-    return 0
+    return plan_request.with_split_drafter(request, arguments.draft_tensor_parallel)
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
@@ -275,7 +316,17 @@ def _row_buckets(text: str | None, max_rows: int) -> tuple[int, ...]:
         ) from None
 
 
-def _show_progress(what: str, done: int, total: int) -> None:
-    if sys.stderr.isatty():
+class _Progress:
+    """Says on a terminal which step compiles, of how many, and the seconds so far."""
+
+    def __init__(self):
+        self._began, self._is_shown = time.monotonic(), sys.stderr.isatty()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if not self._is_shown:
+            return
+        seconds = time.monotonic() - self._began
+        count = f"{min(done + 1, total)} of {total}"
         end = "\n" if done == total else ""
-        print(f"\r\033[K{what} ({done}/{total})", end=end, file=sys.stderr, flush=True)
+        line = f"\r\033[K{what} ({count}, {seconds:.0f} s so far)"
+        print(line, end=end, file=sys.stderr, flush=True)

@@ -1,104 +1,27 @@
-"""The inputs of a plan: a model, a drafter and a device, found by name and not loaded."""
+"""The inputs of a plan: a model, a drafter and a device, none of them loaded or present."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import math
-import os
-import pkgutil
-import re
 import warnings
-from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
 
-from pallas_kernels.gpu_targets import described_devices
-from pallas_kernels.implementations import default_device, lowered_for
-from specjax import sharding
-from specjax.checkpoints.any_model import config_of
+from pallas_kernels.implementations import lowered_for
 from specjax.config.engine import EngineConfig
-from specjax.config.names import (
-    BY_NAME,
-    DEMO,
-    DEMO_FOLDERS,
-    DEMO_HEADS,
-    DRAFTERS,
-    MATCHING,
-    NO_DRAFTER,
-    SELF_DRAFTING,
-    suggestion,
-)
 from specjax.config.rules import Rule
 from specjax.config.speculation import MAX_DEPTH
-from specjax.configs import heads as known_heads
-from specjax.configs import models
-from specjax.configs.devices import DEVICES, GOOGLE, NVIDIA, DeviceFigures
 from specjax.decode.config import DecoderConfig
 from specjax.decode.kept import KeptShape
 from specjax.decode.rules import NO_OPTIONS, RuleOptions
 from specjax.decode.sizes import Sizes, default_tokens, ridge_of
-from specjax.drafters import heads
-from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter
-from specjax.drafters.self_drafter import SelfDrafter
-from specjax.drafters.spec import (
-    DrafterSpec,
-    HistoryDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    NoDrafter,
-)
+from specjax.drafters.spec import DrafterSpec, NoDrafter
 from specjax.models.base import ModelConfig
-from specjax.models.dflash import DFlashConfig
-from specjax.models.eagle3 import Eagle3Config
-from specjax.models.loading import resolve_folder
 from specjax.paged.page_sizes import with_page_size
-from specjax.planning.abstract_decoder import described_mesh
+from specjax.planning.devices import Device
 from specjax.planning.drafter_split import TABLE_CONTEXT, draft_token_s, split_drafter
-
-DEMO_NAMES = {"demo": "demo-draft"}
-NGRAM, HISTORY = MATCHING
-_HEAD_SPECS = {Eagle3Config: EagleDrafter, DFlashConfig: DFlashDrafter}
-_VENDORS = {"tpu": GOOGLE, "gpu": NVIDIA}
-HERE = "here"  # the device that this process runs on
-_TOPOLOGY = re.compile("[1-9][0-9]*(x[1-9][0-9]*){1,2}")  # chips along two or three axes
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """The device of a plan: `count` chips of one kind, on the tensor axis."""
-
-    name: str  # as the user wrote it
-    count: int
-    figures: DeviceFigures | None  # of one device; None if unknown
-    mesh: Mesh | None  # to compile for; None for one CPU
-    is_compiled_for: bool = True  # otherwise the steps are compiled for CPU
-
-    @property
-    def platform(self) -> str:
-        """The platform that steps are compiled for: "cpu", "gpu" or "tpu"."""
-        if self.mesh is not None:
-            return self.mesh.devices.flat[0].platform
-        return default_device().platform if self.name == HERE else "cpu"
-
-    @property
-    def kind(self) -> str | None:
-        """What jax calls the devices that steps are compiled for; None for a CPU."""
-        if self.mesh is not None:
-            return self.mesh.devices.flat[0].device_kind
-        return default_device().device_kind if self.name == HERE else None
-
-    @property
-    def traced_for(self) -> str:
-        """The platform whose implementations of ops steps use: the GPU's also where the CPU's
-        compiler stands in."""
-        return self.platform if self.is_compiled_for else self.name.partition(":")[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,97 +161,6 @@ class PlanRequest:
         return None if figures is None else figures.memory_bytes
 
 
-def find_device(name: str, num_chips: int | None = None) -> Device:
-    """Returns the device of a name: "cpu", "tpu:v5e:2x2", "gpu:h100".
-
-    Args:
-      num_chips: over which the target is split; by default all of a topology, else 1.
-
-    Raises:
-      ValueError: the name is unknown, or the chips are fewer than 1.
-      NotImplementedError: the device is a TPU, and its compiler is not installed.
-    """
-    if num_chips is not None and num_chips < 1:
-        raise ValueError(
-            f"a target cannot be split over {num_chips} chips; expected at least 1. Raise the "
-            "tensor parallelism or leave it out."
-        )
-    if name == "cpu":
-        return Device(name, num_chips or 1, None, _local_mesh(num_chips or 1))
-    kind, _, rest = name.partition(":")
-    generation, _, shape = rest.partition(":")
-    figures = _figures(name, kind, generation, shape)
-    if kind == "gpu":
-        count = num_chips or 1
-        devices = described_devices(generation, count)
-        if devices is not None:
-            mesh = Mesh(np.array(devices), (sharding.TENSOR,))
-            return Device(name, count, figures.per_device(), mesh)
-        mesh = _local_mesh(count)
-        return Device(name, count, figures.per_device(), mesh, is_compiled_for=False)
-    if num_chips is None:
-        num_chips = math.prod(map(int, shape.split("x"))) * figures.devices_per_chip
-    mesh = described_mesh(rest, num_chips)
-    return Device(name, num_chips, figures.per_device(), mesh)
-
-
-def _figures(name: str, kind: str, generation: str, shape: str) -> DeviceFigures:
-    """Returns the figures of a chip; raises ValueError if the parts of `name` name no device."""
-    figures, is_gpu = DEVICES.get(generation), kind == "gpu"
-    if figures is None or figures.vendor != _VENDORS.get(kind) or (is_gpu and shape):
-        raise ValueError(
-            f"device={name!r} is unknown; expected cpu, gpu:NAME with NAME one of "
-            f"{_names_of(NVIDIA)}, or tpu:NAME:TOPOLOGY (as tpu:v5e:2x2) with NAME one of "
-            f"{_names_of(GOOGLE)}."
-        )
-    if not is_gpu and not _TOPOLOGY.fullmatch(shape):
-        raise ValueError(
-            f"device={name!r} has the topology {shape!r}; expected chips along two or three "
-            f"axes, as tpu:{generation}:2x2."
-        )
-    return figures
-
-
-def _names_of(vendor: str) -> str:
-    return ", ".join(name for name, chip in DEVICES.items() if chip.vendor == vendor)
-
-
-def find_config(source: str | os.PathLike[str], also: Sequence[str] = (DEMO,)) -> ModelConfig:
-    """Returns the config of a folder, a demo name, or a name in `specjax.configs.models`.
-
-    Args:
-      also: names that an error lists beside folders and shapes.
-
-    Raises:
-      FileNotFoundError: no config has this name.
-    """
-    name = os.fspath(source)
-    shape = known_shape(name)
-    if shape is not None:
-        return importlib.import_module(f"{models.__name__}.{shape}").get_config()
-    if not Path(name).expanduser().exists() and name not in DEMO_FOLDERS:
-        raise FileNotFoundError(
-            f"{name!r} is no folder with a config.json, and no known shape"
-            f"{suggestion(name, [*_modules(models), *also])}; expected a folder, "
-            f"{', '.join(map(repr, also))}, or one of {', '.join(_modules(models))}."
-        )
-    return config_of(source)
-
-
-def known_shape(name: str) -> str | None:
-    """Returns the name of the module in `specjax.configs.models` for a model, if there is one."""
-    return _known(name, models)
-
-
-def _known(name: str, package: ModuleType) -> str | None:
-    shape = name.replace("-", "_").replace(".", "_")
-    return shape if shape in _modules(package) else None
-
-
-def _modules(package: ModuleType) -> list[str]:
-    return [module.name for module in pkgutil.iter_modules(package.__path__)]
-
-
 def with_split_drafter(request: PlanRequest, asked: int | None = None) -> PlanRequest:
     """Returns the request with its drafter split over chips, with a warning if not as asked.
 
@@ -366,73 +198,7 @@ def with_split_drafter(request: PlanRequest, asked: int | None = None) -> PlanRe
     return dataclasses.replace(request, drafter=drafter)
 
 
-def find_drafter(
-    source: str | os.PathLike[str] | None,
-    target: ModelConfig | None = None,
-    aux_layer_ids: Sequence[int] | None = None,
-) -> DrafterSpec:
-    """Returns the drafter of a name, of which no weights are read.
-
-    Args:
-      source: None, "none", "ngram", "history", "self-int8", "self-int4", the folder of a head over
-        the target, a name in `specjax.configs.heads`, or what `find_config` finds.
-      target: that it drafts for; None: heads are not looked for, and a draft model keeps its own
-        vocabulary.
-      aux_layer_ids: layers of the target whose inputs a head in a folder captures, whatever its
-        files say.
-
-    Raises:
-      FileNotFoundError: there is no such name or folder.
-      ValueError: the files are not those of a drafter for this target, or aux_layer_ids is given
-        for another drafter.
-    """
-    name = NO_DRAFTER if source is None else os.fspath(source)
-    folder = resolve_folder(name) if name in DEMO_HEADS else Path(name).expanduser()
-    is_folder = name not in (NO_DRAFTER, *BY_NAME) and folder.is_dir()
-    if target is not None and is_folder and (kind := heads.kind_in(folder)) is not None:
-        return kind.spec(kind.read(folder, target, None, aux_layer_ids).config)
-    if aux_layer_ids is not None:
-        raise ValueError(
-            f"{aux_layer_ids=} is for the folder of a head over the target, and the drafter is "
-            f"{name!r}; leave it out."
-        )
-    if name == NO_DRAFTER:
-        return NoDrafter()
-    if name == NGRAM:
-        return NgramDrafter()
-    if name == HISTORY:
-        return HistoryDrafter()
-    if name in SELF_DRAFTING:
-        return SelfDrafter.named(name)
-    head = _known(name, known_heads)
-    if head is not None:
-        config = importlib.import_module(f"{known_heads.__name__}.{head}").get_config()
-        spec = _HEAD_SPECS[type(config)](config)
-        if target is not None:
-            heads.check_fits(spec, target)
-        return spec
-    own = find_config(DEMO_NAMES.get(name, name), [*DRAFTERS, *_modules(known_heads)])
-    if target is not None:
-        # A draft model of another vocabulary is rewritten in the target's.
-        own = dataclasses.replace(own, vocab_size=target.vocab_size)
-    return ModelDrafter(own)
-
-
 def _widened(leaf: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape of a weight, in float32 where it is a float of fewer bits."""
     is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize == 2
     return jax.ShapeDtypeStruct(leaf.shape, jnp.float32 if is_narrow else leaf.dtype)
-
-
-def _local_mesh(count: int) -> Mesh | None:
-    """Returns a mesh of `count` CPU devices; None for one."""
-    if count == 1:
-        return None
-    devices = jax.devices("cpu")
-    if len(devices) < count:
-        raise ValueError(
-            f"{count} chips are asked for and jax sees {len(devices)} CPU devices to compile "
-            "for; set the environment variable "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={count}."
-        )
-    return Mesh(np.array(devices[:count]), (sharding.TENSOR,))

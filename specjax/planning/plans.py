@@ -14,125 +14,28 @@ import numpy as np
 
 from pallas_kernels.implementations import Taken, lowered_for, recorded
 from specjax import sharding
-from specjax.config import batch_size_table
 from specjax.models.quantised import num_bytes
 from specjax.paged import kv_cache
-from specjax.paged.work import ModelWork, model_work
+from specjax.paged.work import model_work
 from specjax.planning.abstract_decoder import AbstractDecoder
 from specjax.planning.compiled_memory import (
     CompiledMemory,
     compile_memory,
     engine_buckets,
 )
-from specjax.planning.drafter_split import TABLE_CONTEXT
 from specjax.planning.layer_pattern import layers_to_compile
 from specjax.planning.memory_model import MemoryLimits, MemoryPlan, plan_memory
+from specjax.planning.plan_figures import PlanFigures
 from specjax.planning.plan_request import PlanRequest
-from specjax.planning.roofline import (
-    choose_num_speculative_tokens,
-    compute_bound_tokens,
-    expected_tokens,
-    roofline_step_s,
-    verify_work,
-)
 from specjax.runtime.amounts import amount
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FullPlan:
-    """All figures of a plan; bytes are of one chip unless noted otherwise."""
+class FullPlan(PlanFigures):
+    """A plan whose memory follows from compiled steps."""
 
-    request: PlanRequest
-    weights_bytes: int  # of target and drafter, each parameter once
-    resident_bytes: int  # weights and state of one chip, pages left out
-    target_bytes_per_token: float
-    drafter_bytes_per_token: float
     compiled: CompiledMemory
-    memory: MemoryPlan | None  # None if the device's memory is unknown
-    target_work: ModelWork
-    drafter_works: tuple[ModelWork, ...]  # of each model that the drafter runs
     kernels: tuple[Taken, ...]  # the implementation of each op in the compiled steps
-    notes: tuple[str, ...] = ()
-
-    def step_s(self, rows: int, num_speculative_tokens: int, context: int) -> float:
-        """Returns the least seconds of a step, by the device's peak figures.
-
-        Raises:
-          ValueError: the device's figures are not known.
-        """
-        device = self.request.device
-        if device.figures is None:
-            raise ValueError(f"no figures are known for {device.name}.")
-        return roofline_step_s(
-            self.target_work,
-            self.drafter_works,
-            device.figures,
-            rows=rows,
-            num_speculative_tokens=num_speculative_tokens,
-            context=context,
-        )
-
-    def tokens_per_s(self, rows: int, num_speculative_tokens: int, context: int) -> float:
-        """Returns the expected tokens per second of all rows by `step_s`, an upper bound.
-
-        Raises:
-          ValueError: the device's figures are not known.
-        """
-        k = num_speculative_tokens
-        expected = expected_tokens(self.request.acceptance_rate, k)
-        return rows * expected / self.step_s(rows, k, context)
-
-    def choose(self, rows: int, context: int) -> int | None:
-        """Returns the K with the most expected tokens per second, 0 above the gate.
-
-        None if the device's figures are unknown.
-        """
-        request = self.request
-        if request.device.figures is None:
-            return None
-        if self.memory is not None and not self.memory.may_speculate(rows * context):
-            return 0
-        depths = range(request.most_drafted + 1)
-        seconds = [self.step_s(rows, k, context) for k in depths]
-        return choose_num_speculative_tokens(seconds, request.acceptance_rate)
-
-    def batch_size_table(self, context: int) -> list[list[int]] | None:
-        """Returns K by batch size in vLLM's format, for rows of `context` tokens each."""
-        entries: list[list[int]] = []
-        for rows in range(1, self.request.engine.max_rows + 1):
-            k = self.choose(rows, context)
-            if k is None:
-                return None
-            if entries and entries[-1][2] == k:
-                entries[-1][1] = rows
-            else:
-                entries.append([rows, rows, k])
-        batch_size_table.parse(entries)
-        return entries
-
-    @property
-    def contexts(self) -> list[int]:
-        """Tokens per row for which to tabulate: 512 times powers of 4, and the most."""
-        most = self.request.max_context
-        return [c for c in (4**i * 512 for i in range(12)) if c < most] + [most]
-
-    @property
-    def table_context(self) -> int:
-        return min(TABLE_CONTEXT, self.request.max_context)
-
-    @property
-    def compute_bound_tokens(self) -> float | None:
-        """Tokens of a step from which on arithmetic takes longer than reading the weights."""
-        figures = self.request.device.figures
-        return None if figures is None else compute_bound_tokens(self.target_work, figures)
-
-    def intensity(self, rows: int, num_speculative_tokens: int, context: int) -> float:
-        """Returns the operations per byte of verification."""
-        work = verify_work(self.target_work, rows, num_speculative_tokens, context)
-        return work.intensity
-
-
-Plan = FullPlan  # its name until 0.1
 
 
 def make_plan(
@@ -168,8 +71,8 @@ def check_memory(request: PlanRequest) -> None:
     total = request.limits_memory
     if total is None:
         return
-    whole = _decoder(request, request.target.num_layers, 1)
-    resident, page = _resident_bytes(whole), sum(_page_bytes(request))
+    whole = decoder_of(request, request.target.num_layers, 1)
+    resident, page = resident_bytes(whole), sum(page_bytes(request))
     step = _least_step_bytes(request, whole)
     beside = request.learner_bytes
     if total >= resident + beside + page + step:
@@ -182,7 +85,7 @@ def check_memory(request: PlanRequest) -> None:
     )
 
 
-def _resident_bytes(whole: AbstractDecoder) -> int:
+def resident_bytes(whole: AbstractDecoder) -> int:
     """Returns the bytes of weights and state of one chip, pages left out."""
     state = whole.abstract_state
     cache = dataclasses.replace(state.cache, pages=())
@@ -214,14 +117,14 @@ def _least_step_bytes(request: PlanRequest, whole: AbstractDecoder) -> int:
 
 
 def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) -> FullPlan:
-    device, engine = request.device, request.engine
+    engine = request.engine
     depths = range(request.most_drafted + 1)
     as_compiled = request.as_compiled()
-    of_target, of_drafter = _page_bytes(as_compiled)
+    of_target, of_drafter = page_bytes(as_compiled)
     layers = request.target.num_layers
     with recorded() as taken:
         compiled = compile_memory(
-            functools.partial(_decoder, as_compiled),
+            functools.partial(decoder_of, as_compiled),
             request.target,
             (of_target / layers, of_drafter),
             depths,
@@ -230,29 +133,35 @@ def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) ->
         )
     kernels = tuple(sorted(taken))
     per_page = compiled.pages_ratio / engine.chosen_page_size
-    target_c, drafter_c = (page * per_page for page in _page_bytes(request))
-    whole = _decoder(request, layers, 1)
-    weights, resident = whole.abstract_params, _resident_bytes(whole)
+    target_c, drafter_c = (page * per_page for page in page_bytes(request))
+    whole = decoder_of(request, layers, 1)
+    weights, resident = whole.abstract_params, resident_bytes(whole)
     memory, notes = _memory(request, target_c + drafter_c, compiled, resident)
     if memory is not None:
         memory = dataclasses.replace(memory, kernels=kernels)
     return FullPlan(
         request=request,
-        weights_bytes=sum(_bytes(leaf) for leaf in jax.tree.leaves(weights)),
+        weights_bytes=sum(bytes_of(leaf) for leaf in jax.tree.leaves(weights)),
         resident_bytes=resident,
         target_bytes_per_token=target_c,
         drafter_bytes_per_token=drafter_c,
         compiled=compiled,
         memory=memory,
-        target_work=model_work(
-            request.target, request.dtype, device.count, kv_dtype=_kept_dtype(request)
-        ),
-        drafter_works=tuple(
-            request.drafter.work(request.target, request.drafter_dtype or request.dtype)
-        ),
+        **works_of(request),
         kernels=kernels,
         notes=(*_context_notes(request), *_kernel_notes(kernels), *compiled.warnings, *notes),
     )
+
+
+def works_of(request: PlanRequest) -> dict[str, Any]:
+    """Returns the work of a forward of the target and of each model that drafts, on one chip."""
+    kept, own = _kept_dtype(request), request.drafter_dtype or request.dtype
+    return {
+        "target_work": model_work(
+            request.target, request.dtype, request.device.count, kv_dtype=kept
+        ),
+        "drafter_works": tuple(request.drafter.work(request.target, own)),
+    }
 
 
 def kernels_in_use(request: PlanRequest) -> tuple[Taken, ...]:
@@ -265,7 +174,7 @@ def kernels_in_use(request: PlanRequest) -> tuple[Taken, ...]:
     """
     device = request.device
     with lowered_for(device.traced_for, device.kind, device.platform), recorded() as taken:
-        decoder = _decoder(request, layers_to_compile(request.target).few, 1)
+        decoder = decoder_of(request, layers_to_compile(request.target).few, 1)
         for depth in sorted({0, request.most_drafted}):
             decoder.lower_burst(depth)
         prompts = decoder.prompt_sizes.shapes(decoder.sizes.rows)[-1]
@@ -295,7 +204,7 @@ def _context_notes(request: PlanRequest) -> list[str]:
     ]
 
 
-def _decoder(request: PlanRequest, num_layers: int, num_pages: int) -> AbstractDecoder:
+def decoder_of(request: PlanRequest, num_layers: int, num_pages: int) -> AbstractDecoder:
     """Returns a decoder of the first layers of the target."""
     config = request.decoder_config(num_layers, num_pages)
     return AbstractDecoder(
@@ -308,7 +217,7 @@ def _kept_dtype(request: PlanRequest) -> np.dtype:
     return kv_cache.pages_dtype(request.engine.kv_cache_dtype, request.dtype)
 
 
-def _page_bytes(request: PlanRequest) -> tuple[int, int]:
+def page_bytes(request: PlanRequest) -> tuple[int, int]:
     """Returns the bytes of a page on one chip, of target and of drafter, as counted."""
     scale = _kept_dtype(request).itemsize * request.engine.chosen_page_size
     count = request.device.count
@@ -322,17 +231,18 @@ def _chip_bytes(decoder: AbstractDecoder, params: Any, state: Any) -> int:
     mesh = decoder.mesh
     trees = [params, state]
     if mesh is None:
-        return sum(_bytes(leaf) for leaf in jax.tree.leaves(trees))
+        return sum(bytes_of(leaf) for leaf in jax.tree.leaves(trees))
     specs = [decoder._param_specs(params), decoder._state_specs(state)]
     places = jax.tree.map(
-        lambda leaf, place: _bytes(leaf.update(shape=place.shard_shape(leaf.shape))),
+        lambda leaf, place: bytes_of(leaf.update(shape=place.shard_shape(leaf.shape))),
         trees,
         sharding.shardings(specs, mesh),
     )
     return sum(jax.tree.leaves(places))
 
 
-def _bytes(leaf: Any) -> int:
+def bytes_of(leaf: Any) -> int:
+    """Returns the bytes of a weight of this shape and dtype."""
     return math.ceil(num_bytes(leaf))
 
 
@@ -340,24 +250,14 @@ def _memory(
     request: PlanRequest, c: float, compiled: CompiledMemory, resident: int
 ) -> tuple[MemoryPlan | None, list[str]]:
     """Returns the memory plan, None if the device's memory is unknown; and notes for the user."""
-    total, engine = request.limits_memory, request.engine
+    total = request.limits_memory
     if total is None:
         return None, [
             f"{request.device.name} has no memory figure, so there are no pages, weight limit "
             "or gate; give --memory-bytes."
         ]
-    limits = MemoryLimits(
-        free_bytes=total - resident - request.learner_bytes,
-        page_size=engine.chosen_page_size,
-        rows=engine.max_rows,
-        max_context=request.max_context,
-        batch_safety_margin=engine.batch_safety_margin,
-        speculation_weight_fraction=engine.speculation_weight_fraction,
-        num_pages=engine.num_pages,
-        tree_slots=request.tree_slots,
-    )
     memory = plan_memory(
-        limits,
+        memory_limits(request, total - resident - request.learner_bytes),
         c,
         compiled.buckets,
         copied_per_token=compiled.copies.ratio * c,
@@ -368,12 +268,27 @@ def _memory(
     return memory, list(memory.warnings)
 
 
+def memory_limits(request: PlanRequest, free_bytes: int) -> MemoryLimits:
+    """Returns the limits of a plan whose weights and state leave so many bytes of a chip."""
+    engine = request.engine
+    return MemoryLimits(
+        free_bytes=free_bytes,
+        page_size=engine.chosen_page_size,
+        rows=engine.max_rows,
+        max_context=request.max_context,
+        batch_safety_margin=engine.batch_safety_margin,
+        speculation_weight_fraction=engine.speculation_weight_fraction,
+        num_pages=engine.num_pages,
+        tree_slots=request.tree_slots,
+    )
+
+
 def _kept_bytes(request: PlanRequest) -> int:
     """Returns the bytes of the hidden states that are kept, on one chip."""
     if request.kept is None:
         return 0
-    kept: Any = _decoder(request, request.target.num_layers, 1).abstract_state.kept
-    return sum(map(_bytes, kept.states))
+    kept: Any = decoder_of(request, request.target.num_layers, 1).abstract_state.kept
+    return sum(map(bytes_of, kept.states))
 
 
 def _of_learner(num_bytes: int) -> str:

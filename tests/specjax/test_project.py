@@ -13,18 +13,44 @@ import jax
 import pytest
 
 import specjax
-import specjax.configs.models
 import specjax.configs.presets
-from specjax.models.families import family_of
+from specjax.configs.models import PUBLISHED, SHAPES, known_shape
+from specjax.models.abstract import abstract_weights
+from specjax.models.hf_config import parse_config
+from specjax.models.unparsing import llama_skeleton
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+# Numbers in all weights, where a tied head counts once. Published as they stand: of Qwen2.5 7B and
+# 32B, Mistral Nemo and Small and Granite 3.3 8B, as the Hub says for their safetensors files. Of
+# others the model cards round them.
 NUM_PARAMETERS = {
     "bench_60m": 57_942_528,
     "bench_60m_draft": 17_958_144,
-    "llama_3_1_8b": 8_030_261_248,  # as published
-    "llama_3_2_1b": 1_235_814_400,
-    "qwen3_0_6b": 596_049_920,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.3-70b": 70_553_706_496,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "granite-3.3-2b": 2_533_539_840,
+    "granite-3.3-8b": 8_170_864_640,
 }
 
 
@@ -57,13 +83,48 @@ def test_the_changelog_can_be_released():
     assert re.search(checked.replace("$version", re.escape(specjax.__version__)), dated)
 
 
-@pytest.mark.parametrize("name", names_in(specjax.configs.models))
-def test_model_shapes_have_the_size_they_say(name):
-    config = get_config(specjax.configs.models, name)
-    init = family_of(config).init
-    shapes = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
-    total = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    assert total == NUM_PARAMETERS[name]
+def num_parameters(config):
+    """Counts by shapes of few layers: all layers are alike."""
+    sizes = []
+    for few in (1, 2):
+        shapes = abstract_weights(config.first_layers(few), "float32")
+        sizes.append(sum(leaf.size for leaf in jax.tree.leaves(shapes)))
+    return sizes[0] + (config.num_layers - 1) * (sizes[1] - sizes[0])
+
+
+def test_model_shapes_have_the_size_they_say():
+    assert {name: num_parameters(config) for name, config in SHAPES.items()} == NUM_PARAMETERS
+
+
+def test_names_of_published_models_are_those_of_their_shapes():
+    shapes = {
+        "meta-llama/Llama-3.1-8B": "llama-3.1-8b",
+        "meta-llama/Meta-Llama-3.1-8B-Instruct": "llama-3.1-8b",
+        "meta-llama/Llama-3.3-70B-Instruct": "llama-3.3-70b",
+        "Qwen/Qwen2.5-0.5B-Instruct": "qwen2.5-0.5b",
+        "Qwen/Qwen3-8B": "qwen3-8b",
+        "Qwen/Qwen3-8B-Base": "qwen3-8b",
+        "mistralai/Mistral-7B-Instruct-v0.3": "mistral-7b-v0.3",
+        "mistralai/Mistral-Nemo-Instruct-2407": "mistral-nemo",
+        "mistralai/Mistral-Small-24B-Base-2501": "mistral-small-24b",
+        "ibm-granite/granite-3.3-2b-base": "granite-3.3-2b",
+        "llama_3_1_8b": "llama-3.1-8b",
+        "bench_60m": "bench_60m",
+    }
+    assert {name: known_shape(name) for name in shapes} == {
+        name: SHAPES[own] for name, own in shapes.items()
+    }
+    # Others of their names have other shapes, or are somebody else's.
+    others = ("Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-8B-FP8", "someone/Qwen3-8B", "llama")
+    assert not any(map(known_shape, others))
+    assert len(PUBLISHED) >= 24
+
+
+def test_a_shape_is_what_its_config_json_says():
+    """As read from the sizes that their files hold."""
+    for name in ("qwen2.5-7b", "qwen3-32b", "mistral-nemo", "granite-3.3-8b", "llama-3.1-8b"):
+        own = {"model_type": SHAPES[name].family} | llama_skeleton(SHAPES[name])
+        assert parse_config(own) == SHAPES[name], name
 
 
 @pytest.mark.parametrize("name", names_in(specjax.configs.presets))
@@ -87,7 +148,7 @@ def test_import_names_are_two():
     folders = {path.parent for path in (ROOT / "configs").rglob("__init__.py")}
     inner = [folder.relative_to(ROOT).as_posix() for folder in folders]
     names = {f"specjax.{name.replace('/', '.')}" for name in inner}
-    assert {"specjax.configs", "specjax.configs.models"} <= names
+    assert {"specjax.configs", "specjax.configs.presets"} <= names
     assert names == {name for name in found if "specjax.configs" in name}
     assert "specjax.configs" in PROJECT["tool"]["setuptools"]["package-data"]
 

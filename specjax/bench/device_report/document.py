@@ -50,7 +50,7 @@ def environment(device: Any, size: str) -> dict[str, Any]:
         "jaxlib": metadata.version("jaxlib"),
         "plugin": _plugin(),
         "specjax": __version__,
-        "commit": _commit(),
+        "commit": commit(),
         "size": size,
         "date": datetime.date.today().isoformat(),
     }
@@ -73,7 +73,7 @@ def host_cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Returns the commit of a checkout, with "-dirty" where files were changed, or the one that
     pip installed from a repository; else None."""
     (package,) = specjax.__path__

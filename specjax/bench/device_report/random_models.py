@@ -12,7 +12,7 @@ from specjax.api.assemble import Setup
 from specjax.bench.device_report.sizes import NGRAM, Pair
 from specjax.config.engine import EngineConfig
 from specjax.config.names import DRAFTERS
-from specjax.configs.models import bench_60m
+from specjax.configs.models import SHAPES
 from specjax.decode.decoder import shared_decoder
 from specjax.drafters.base import Draft, Drafter, DrafterContext
 from specjax.drafters.spec import NgramDrafter
@@ -20,7 +20,9 @@ from specjax.models.base import Model, ModelConfig
 from specjax.models.families import family_of
 from specjax.models.loading import default_dtype
 from specjax.planning import device_memory, plans
-from specjax.planning.plan_request import HERE, Device, PlanRequest, find_config, find_drafter
+from specjax.planning.devices import HERE, Device
+from specjax.planning.named_models import find_config, find_drafter
+from specjax.planning.plan_request import PlanRequest
 from specjax.types import DecoderParams
 
 PAGES_SHARE = 0.6  # of the bytes that weights leave, for pages; the rest is for steps
@@ -31,7 +33,7 @@ def config_of(name: str) -> ModelConfig:
     if name != "tiny":
         return find_config(name)
     return dataclasses.replace(
-        bench_60m.get_config(), vocab_size=512, hidden_size=128, intermediate_size=256, num_layers=2
+        SHAPES["bench_60m"], vocab_size=512, hidden_size=128, intermediate_size=256, num_layers=2
     )
 
 

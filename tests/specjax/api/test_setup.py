@@ -127,7 +127,7 @@ def test_what_steps_verify_by_is_planned_for(requests):
     assert setup.for_run([SEEDED, BLOCK]).memory is not None
     assert requests[0].rules == (BLOCK,)
     assert requests[0].max_drafts_per_shard == 4
-    decoder = plans._decoder(requests[0], 1, 64)
+    decoder = plans.decoder_of(requests[0], 1, 64)
     assert decoder.config.rules == (BLOCK,)
     assert decoder.config.max_drafts_per_shard == 4
     assert setup.for_run([SEEDED]).memory is not None

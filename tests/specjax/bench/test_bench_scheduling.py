@@ -92,8 +92,8 @@ def test_an_oracle_is_no_slower_than_any_k(costs):
         workload = Workload(
             scheduling.np.full(batch, 500), scheduling.np.full(batch, rate), context=64
         )
-        oracle = Replay(workload, of, Oracle(workload, of, scheduling.DEPTHS)).run()
-        for depth in scheduling.DEPTHS:
+        oracle = Replay(workload, of, Oracle(workload, of, scheduling.depths_of(costs))).run()
+        for depth in scheduling.depths_of(costs):
             fixed = Replay(workload, of, Fixed(depth)).run()
             assert oracle.seconds < 1.01 * fixed.seconds
 
@@ -102,7 +102,7 @@ def test_an_oracle_is_no_slower_than_any_k(costs):
 def test_batches_that_drain_take_what_each_takes(costs, monkeypatch):
     lengths, rates = next(iter(scheduling.SERIES_LENGTHS)), "half 0.05, half 0.95"
     figures = scheduling.series(costs, lengths, rates)
-    fixed = {k: figures["seconds"][f"K = {k}"] for k in scheduling.DEPTHS}
+    fixed = {k: figures["seconds"][f"K = {k}"] for k in scheduling.depths_of(costs)}
     assert figures["best_k"] == min(fixed, key=fixed.get)
     assert figures["of_best_k"] <= figures["of_best_k_above_0"]
     monkeypatch.setattr(scheduling, "SERIES_RAMPS", 1)

@@ -32,8 +32,9 @@ from specjax.bench.roofline_measure import (
     keeps_draft_layers,
     minimum_bytes,
 )
+from specjax.planning.devices import Device
 from specjax.planning.hlo_program import parse
-from specjax.planning.plan_request import Device, PlanRequest
+from specjax.planning.plan_request import PlanRequest
 from specjax.planning.program_traffic import Entry, Traffic
 
 ROOT = Path(__file__).parents[3]

@@ -8,11 +8,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from specjax.cli import plan_command
+from specjax.cli import plan_command, plan_report
 from specjax.cli.main import build_parser, main
 from specjax.config.engine import EngineConfig
-from specjax.planning import plans
+from specjax.planning import devices, plans, processor_speed
+from specjax.planning.step_prior import ProcessorSpeed
 
+DOCS = Path(__file__).parents[3] / "docs"
 LAYERS, HEADS, HEAD_DIM, PAGE = 2, 4, 8, 16
 SHAPE = dict(
     model_type="llama",
@@ -23,6 +25,13 @@ SHAPE = dict(
     num_attention_heads=HEADS,
     max_position_embeddings=64,
 )
+
+
+@pytest.fixture(autouse=True)
+def speed_of_cpu(monkeypatch):
+    """Of a machine that was measured before."""
+    speed = ProcessorSpeed(bytes_per_s=2e10, factors=((1, 1.0), (64, 32.0)), launch_s=1e-5)
+    monkeypatch.setattr(processor_speed, "processor_speed", lambda: speed)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +57,8 @@ def test_a_plan_from_compiled_steps(folder, capsys):
     own = 2 * LAYERS * HEADS * HEAD_DIM * 4
     assert document["bytes_per_token"] == {"target": own, "drafter": 0}
     weights = 2 * 96 * 32 + LAYERS * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
-    assert document["weights_bytes"] == 4 * weights
+    assert document["weights_bytes"] == document["estimate"]["weights_bytes"] == 4 * weights
+    assert document["estimate"]["bytes_per_token"] == document["bytes_per_token"]
     assert document["num_pages"] == 64 // PAGE  # one row can hold no more
     assert document["weight_limit"] < 2e6 * 0.8
     assert document["coefficients"]["next_token"] > own
@@ -144,11 +154,83 @@ def test_a_plan_of_a_head_that_stores_features(arguments, stored, monkeypatch):
         assert len(planned) == 2
 
 
+def test_an_estimate_alone(capsys, monkeypatch):
+    monkeypatch.setattr(plans, "make_plan", None)  # nothing is compiled
+    pair = ["llama-3.1-8b", "--drafter", "meta-llama/Llama-3.2-1B-Instruct", "--estimate"]
+    assert main(["plan", *pair, "--device", "h100", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["source"] == "formulas"
+    assert document["weights_bytes"] == 2 * (8_030_261_248 + 1_235_814_400)
+    assert document["bytes_per_token"] == {"target": 131_072, "drafter": 32_768}
+    step = document["steps"][0]
+    assert (step["rows"], step["num_speculative_tokens"], step["expected_tokens"]) == (1, 0, 1.0)
+    by_hand = (2 * (8_030_261_248 - 128_256 * 4096) + 2048 * 131_072) / 3350e9
+    assert step["step_s"] == pytest.approx(by_hand, rel=1e-3)
+    assert (
+        document["num_pages"] * document["page_size"] * 163_840 < 80e9 - document["weights_bytes"]
+    )
+    # In text, and with the meaning of every word.
+    assert main(["plan", *pair, "--device", "h100", "--explain"]) == 0
+    text = capsys.readouterr().out
+    assert "on gpu:h100, 1 chip, bfloat16: estimate, from formulas; nothing was compiled" in text
+    assert plan_report.explained() in text
+
+
+def test_an_estimate_says_what_would_fit(capsys):
+    assert main(["plan", "llama-3.1-8b", "--device", "v5e", "--estimate"]) == 0
+    text = capsys.readouterr().out
+    assert "it does not fit: weights, state and a step take" in text
+    assert "2 chips would hold it, with --tensor-parallel 2" in text
+    assert main(["plan", "llama-3.1-8b", "--device", "v5e:2x2", "--estimate", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["fits"], document["num_chips"]) == (True, 4)
+
+
+def test_the_estimate_comes_first_and_stands_where_nothing_compiles(capsys, monkeypatch):
+    def find_device(name, num_chips):
+        assert "estimate, from formulas" in capsys.readouterr().out  # already printed
+        raise NotImplementedError("no compiler for it is here")
+
+    monkeypatch.setattr(devices, "find_device", find_device)
+    with pytest.warns(UserWarning, match="the estimate stands: no compiler for it is here"):
+        assert plan_command.run(parse(["llama-3.1-8b", "--device", "v5e"])) == 0
+
+
+def parse(arguments):
+    parsed = build_parser().parse_args(["plan", *arguments])
+    parsed.owns_process = False
+    return parsed
+
+
+def test_k_of_a_cpu_follows_from_its_measured_speed(capsys):
+    assert main(["plan", "demo", "--drafter", "demo", "--estimate", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["processor_speed"]["bytes_per_s"] == 2e10
+    of_one_row = document["num_speculative_tokens_by_batch_and_context"]["1"]
+    assert set(of_one_row.values()) <= {0, 1, 2, 3, 4}
+    seconds = [step["step_s"] for step in document["steps"] if step["rows"] == 1]
+    assert seconds == sorted(seconds)
+    assert document["ridge_flops_per_byte"] is None
+
+
+def test_every_word_is_explained_in_one_line_and_on_the_page(capsys):
+    page = " ".join((DOCS / "planning.md").read_text(encoding="utf-8").split())
+    for word, meaning in plan_report.WORDS.items():
+        assert f"| {word} | {meaning} |" in page, word
+    pair = ["llama-3.1-8b", "--drafter", "llama-3.2-1b"]
+    assert main(["plan", *pair, "--device", "v5e:2x2", "--estimate"]) == 0
+    figures, steps = capsys.readouterr().out.split("\n\n")[1:4:2]
+    labels = [re.split(r"  +", line)[0] for line in figures.splitlines()]
+    labels += steps.splitlines()[0].split()
+    assert set(labels) <= set(plan_report.WORDS)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["no-such-model"], "is no folder with a config.json"),
         (["demo", "--device", "toaster"], "is unknown; expected cpu"),
+        (["demo", "--device", "h10"], "did you mean 'h100'"),
         (["demo", "--drafter", "ngram", "--aux-layer-ids", "1,2"], "the drafter is 'ngram'"),
         (["demo", "--drafter", "ngram", "--store-features"], "the drafter is 'ngram'"),
         (["demo", "--store-captured"], "--store-captured is for a head over the target"),
@@ -180,7 +262,7 @@ def test_what_is_refused_in_one_line_before_compiling(arguments, message, capsys
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--plot", "k.png"], "cpu has no figures to draw seconds from"),
+        (["--plot", "k.png"], "pip install matplotlib"),
         (["--device", "gpu:h100", "--plot", "no-such/k.png"], "there is no folder"),
         (["--device", "gpu:h100", "--plot", "k.png"], "pip install matplotlib"),
     ],
@@ -217,7 +299,7 @@ def test_every_size_of_the_engine_can_be_given():
 
 
 def test_the_page_has_every_option():
-    page = Path(__file__).parents[3] / "docs" / "planning.md"
+    page = DOCS / "planning.md"
     table = page.read_text(encoding="utf-8").partition("## Options")[2].partition("\n## ")[0]
     listed = [
         option

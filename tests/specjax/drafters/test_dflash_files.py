@@ -14,7 +14,7 @@ from specjax.drafters.heads import KINDS
 from specjax.models import dflash
 from specjax.models.base import ModelConfig, RopeConfig
 from specjax.models.dflash import DFlashConfig
-from specjax.planning.plan_request import find_drafter
+from specjax.planning.named_models import find_drafter
 from specjax.testing import tiny_model
 
 TARGET = tiny_model(num_layers=6)

@@ -18,8 +18,8 @@ from specjax.drafters.head_specs import EagleDrafter
 from specjax.models import eagle3
 from specjax.models.base import ModelConfig
 from specjax.models.eagle3 import FLAT_PREFIX, NUMBERED_PREFIX, Eagle3Config
-from specjax.planning import plan_request, plans
-from specjax.planning.plan_request import find_drafter
+from specjax.planning import named_models, plans
+from specjax.planning.named_models import find_drafter
 from specjax.testing import tiny_model
 
 TARGET = tiny_model(num_layers=6)
@@ -202,7 +202,7 @@ def test_a_plan_captures_the_layers_that_are_named(tmp_path, monkeypatch):
     folder = write(tmp_path, flat(), tensors_of(config_of(), FLAT_PREFIX))
     assert find_drafter(folder, TARGET.config, (0, 1, 1)).taps == (0, 1, 1)
     planned = []
-    monkeypatch.setattr(plan_request, "find_config", lambda name: TARGET.config)
+    monkeypatch.setattr(named_models, "find_config", lambda name: TARGET.config)
     monkeypatch.setattr(plans, "make_plan", lambda request, _: planned.append(request.drafter.taps))
     monkeypatch.setattr(plan_report, "render", str)
     assert main(["plan", "it", "--drafter", str(folder), "--aux-layer-ids", "1,0,1"]) == 0

@@ -29,7 +29,7 @@ from specjax.models.base import RopeConfig, before_final_norm
 from specjax.models.eagle import MTP_PREFIX, EagleConfig
 from specjax.models.families import family_of
 from specjax.models.weight_files import open_folder
-from specjax.planning import plan_request
+from specjax.planning import named_models
 from specjax.testing import check_drafter, save_model, tiny_model
 from specjax.trees import static_shapes
 
@@ -265,7 +265,7 @@ def test_the_layer_is_taken_from_the_target_s_folder(tmp_path, published):
         "projects the hidden state first, as MiMo does",
     )
     assert specjax.load_drafter(tmp_path, target).spec == drafter.spec
-    assert plan_request.find_drafter(tmp_path, target.config) == drafter.spec
+    assert named_models.find_drafter(tmp_path, target.config) == drafter.spec
     sampling = specjax.SamplingParams(temperature=0, max_tokens=6)
     for method in ("mtp", "mimo_mtp"):
         out = specjax.generate(

@@ -7,10 +7,10 @@ import pytest
 
 from pallas_kernels.implementations import lowered_for
 from specjax.config.engine import EngineConfig
-from specjax.configs.models import llama_3_1_8b, qwen3_0_6b
+from specjax.configs.models import SHAPES
 from specjax.paged.page_sizes import with_page_size
 
-LLAMA, QWEN = llama_3_1_8b.get_config(), qwen3_0_6b.get_config()
+LLAMA, QWEN = SHAPES["llama-3.1-8b"], SHAPES["qwen3-0.6b"]
 ENGINE = EngineConfig(max_context=8192)
 
 

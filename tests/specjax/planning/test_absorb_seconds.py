@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from specjax.configs.devices import DEVICES
-from specjax.configs.heads import llama_3_1_8b_dflash, llama_3_1_8b_eagle3
-from specjax.configs.models import llama_3_1_8b
+from specjax.configs.heads import HEADS
+from specjax.configs.models import SHAPES
 from specjax.decode.absorb import WINDOW
 from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter
 from specjax.models.base import before_final_norm
@@ -18,8 +18,8 @@ from specjax.paged.work import model_work
 from specjax.planning.roofline import absorb_step_s, roofline_step_s
 
 DTYPE, CONTEXT = jnp.dtype(jnp.bfloat16), 2048
-TARGET = llama_3_1_8b.get_config()
-EAGLE3 = llama_3_1_8b_eagle3.get_config()
+TARGET = SHAPES["llama-3.1-8b"]
+EAGLE3 = HEADS["llama-3.1-8b-eagle3"]
 ONE_LAYER = dataclasses.replace(TARGET, num_layers=1)
 
 ROWS, CHIPS = (1, 8, 32), ("v5e", "v6e", "h100")
@@ -43,7 +43,7 @@ HEADS = {
         )
     ),
     "EAGLE-3": EagleDrafter(EAGLE3),
-    "DFlash": DFlashDrafter(llama_3_1_8b_dflash.get_config()),
+    "DFlash": DFlashDrafter(HEADS["llama-3.1-8b-dflash"]),
     "P-EAGLE": peagle(),
 }
 HEADS |= {

@@ -12,8 +12,10 @@ from specjax.drafters.base import DrafterSpec
 from specjax.drafters.spec import HybridDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specjax.paged.work import model_work
 from specjax.planning import drafter_split
+from specjax.planning.devices import Device
 from specjax.planning.drafter_split import draft_token_s, possible_shards, split_drafter
-from specjax.planning.plan_request import Device, PlanRequest, find_config, with_split_drafter
+from specjax.planning.named_models import find_config
+from specjax.planning.plan_request import PlanRequest, with_split_drafter
 from specjax.planning.roofline import choose_num_speculative_tokens, roofline_step_s
 
 V5E = DEVICES["v5e"].per_device()

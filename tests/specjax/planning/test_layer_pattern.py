@@ -9,7 +9,7 @@ from made_up_families import HERON, heron_config
 from specjax.config.engine import EngineConfig
 from specjax.drafters.spec import NoDrafter
 from specjax.models import register
-from specjax.planning import plan_request, plans
+from specjax.planning import devices, plan_request, plans
 from specjax.planning.compiled_memory import compile_bucket
 from specjax.planning.layer_pattern import layers_to_compile
 
@@ -78,7 +78,7 @@ def test_later_layers_that_are_wider_are_planned_for():
         target_name="dense first",
         drafter=NoDrafter(),
         drafter_name="none",
-        device=plan_request.find_device("cpu"),
+        device=devices.find_device("cpu"),
         dtype="float32",
         num_speculative_tokens=0,
         engine=EngineConfig(max_rows=4, row_buckets=(), max_context=128, max_prefill_tokens=64),
@@ -86,6 +86,6 @@ def test_later_layers_that_are_wider_are_planned_for():
     planned = plans.make_plan(request).compiled
     assert planned.compiled_layers == (6, 8)
     largest = max(planned.buckets, key=lambda memory: memory.temp_bytes)
-    whole = compile_bucket(plans._decoder(request, config.num_layers, 4096), largest.bucket)
+    whole = compile_bucket(plans.decoder_of(request, config.num_layers, 4096), largest.bucket)
     assert largest.scratch_bytes == pytest.approx(whole.scratch_bytes, rel=0.02)
     assert largest.scratch_bytes > 4 * WIDE * largest.bucket.tokens

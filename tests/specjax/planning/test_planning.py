@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from pallas_kernels.gpu_targets import TARGETS
 from pallas_kernels.implementations import Taken, compiler_platform, target_platform
 from specjax import sharding
-from specjax.cli import plan_report
+from specjax.cli import plan_document, plan_report
 from specjax.config import batch_size_table
 from specjax.config.engine import EngineConfig
 from specjax.configs.devices import DEVICES, NVIDIA, of_kind
@@ -21,13 +21,10 @@ from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import ModelDrafter, NgramDrafter, NoDrafter
-from specjax.planning import compiled_memory, plan_request, plans
-from specjax.planning.plan_request import (
-    PlanRequest,
-    find_config,
-    find_device,
-    find_drafter,
-)
+from specjax.planning import compiled_memory, devices, named_models, plans
+from specjax.planning.devices import described, find_device
+from specjax.planning.named_models import find_config, find_drafter
+from specjax.planning.plan_request import PlanRequest
 from specjax.planning.pool_copies import PLAIN, SPECULATING, step_kind
 from specjax.planning.workspace_fit import BURST, MIXED, PREFILL, BucketMemory
 from specjax.policy import cost_files
@@ -57,7 +54,7 @@ KEYS = {
 @pytest.fixture(autouse=True)
 def no_cuda_plugin(monkeypatch):
     """The CPU's compiler stands in for a GPU's, whatever is installed."""
-    monkeypatch.setattr(plan_request, "described_devices", lambda name, count=1: None)
+    monkeypatch.setattr(devices, "described_devices", lambda name, count=1: None)
 
 
 # One layer of the 8B and one matrix over its vocabulary: 743,452,672 numbers.
@@ -178,7 +175,7 @@ def test_trees_are_planned_with_their_slots(compiled_by_rule):
     assert request.tree_slots == 6
     memory = plans.make_plan(request).memory
     assert memory.num_pages == 4 * 5
-    decoder = plans._decoder(request, 1, 64)
+    decoder = plans.decoder_of(request, 1, 64)
     assert decoder.sizes.pages_per_row == 5
     assert decoder.sizes.tree_slots == 6
 
@@ -283,7 +280,7 @@ def test_logits_in_chunks_count_once(compiled_by_rule):
 
 def test_the_document_has_its_keys_and_is_json(compiled_by_rule):
     plan = plans.make_plan(request_of())
-    document = json.loads(json.dumps(plan_report.to_dict(plan)))
+    document = json.loads(json.dumps(plan_document.to_dict(plan)))
     assert set(document) >= KEYS
     assert document["measured"] is False
     assert document["bytes_per_token"] == {"target": 131_072, "drafter": 4096}
@@ -313,7 +310,7 @@ def test_k_falls_with_rows_and_is_0_above_the_gate(compiled_by_rule):
 
 def test_largest_batch_by_context(compiled_by_rule):
     plan = plans.make_plan(request_of())
-    largest = plan_report.to_dict(plan)["largest_batch_by_context"]
+    largest = plan_document.to_dict(plan)["largest_batch_by_context"]
     assert list(largest) == ["512", "2048", "8192"]
     for context, rows in largest.items():
         assert rows == min(64, plan.memory.most_tokens // int(context))
@@ -321,7 +318,7 @@ def test_largest_batch_by_context(compiled_by_rule):
 
 def test_without_a_memory_figure_there_are_no_limits(compiled_by_rule):
     plan = plans.make_plan(request_of(device="cpu", drafter="ngram"))
-    document = plan_report.to_dict(plan)
+    document = plan_document.to_dict(plan)
     for name in ("num_pages", "weight_limit", "gate_tokens"):
         assert document[name] is None
     assert document["num_speculative_tokens_per_batch_size"] is None
@@ -332,7 +329,7 @@ def test_without_a_memory_figure_there_are_no_limits(compiled_by_rule):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", jnp.bfloat16])
 def test_a_peak_of_another_dtype_is_said(compiled_by_rule, dtype):
-    document = plan_report.to_dict(plans.make_plan(request_of(dtype=dtype)))
+    document = plan_document.to_dict(plans.make_plan(request_of(dtype=dtype)))
     is_said = any("peak of bfloat16" in note for note in document["notes"])
     assert is_said == (dtype == "float32")
 
@@ -341,18 +338,18 @@ def test_pages_and_gate_that_were_asked_for(compiled_by_rule):
     request = request_of()
     engine = dataclasses.replace(request.engine, num_pages=500, gate="worst_case")
     asked = dataclasses.replace(request, engine=engine)
-    document = plan_report.to_dict(plans.make_plan(asked))
+    document = plan_document.to_dict(plans.make_plan(asked))
     assert (document["num_pages"], document["gate"]) == (500, "worst_case")
     assert any("may ever have" in note for note in document["notes"])
-    plain = plan_report.to_dict(plans.make_plan(request))
+    plain = plan_document.to_dict(plans.make_plan(request))
     assert not any("may ever have" in note for note in plain["notes"])
 
 
 def test_step_costs_that_were_kept_are_named(compiled_by_rule, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECJAX_CACHE_DIR", str(tmp_path))
     request = request_of(device="cpu", drafter="ngram", dtype="float32")
-    notes = lambda: plan_report.to_dict(plans.make_plan(request))["notes"]
-    command = "specjax bench --calibrate --target llama_3_1_8b --drafter ngram"
+    notes = lambda: plan_document.to_dict(plans.make_plan(request))["notes"]
+    command = "specjax bench --calibrate --target llama-3.1-8b --drafter ngram"
     assert f"to measure this pair's steps on this machine: {command}" in notes()
     costs = StepCosts()
     costs.observe(Bucket(64, 0), 100, 1e-3)
@@ -396,7 +393,7 @@ def test_a_split_target_counts_once_and_a_replicated_drafter_on_every_chip(
     device = find_device("gpu:h100", 2)
     assert isinstance(device.mesh, Mesh)
     plan = plans.make_plan(dataclasses.replace(request, device=device))
-    tokens = plan_report.to_dict(plan)["bytes_per_token"]
+    tokens = plan_document.to_dict(plan)["bytes_per_token"]
     assert plan.drafter_bytes_per_token == pytest.approx(plan.target_bytes_per_token / 32 * 2)
     assert tokens["drafter"] == pytest.approx(tokens["target"] / 32 * 2)
     # Norms lie on both chips, all other weights of the target are split.
@@ -469,10 +466,10 @@ def test_a_stand_in_does_not_copy_all_weights():
     request = request_of(**shape, engine=engine, num_speculative_tokens=0)
     temp = {}
     for name, own in (("as it is", request), ("stand-in", request.as_compiled())):
-        decoder = plans._decoder(own, 2, 64)
+        decoder = plans.decoder_of(own, 2, 64)
         bucket = compiled_memory.burst_bucket(decoder, 0)
         temp[name] = compiled_memory.compile_bucket(decoder, bucket).temp_bytes
-    decoder = plans._decoder(request, 2, 64)
+    decoder = plans.decoder_of(request, 2, 64)
     weights = jax.tree.leaves(decoder.abstract_params.target)
     widened = 4 * sum(leaf.size for leaf in weights)
     assert temp["as it is"] > 0.8 * widened
@@ -481,8 +478,8 @@ def test_a_stand_in_does_not_copy_all_weights():
 
 def test_a_gpus_own_compiler_is_used_where_it_is_installed(compiled_by_rule, monkeypatch):
     device = type("Device", (), dict(platform="gpu", device_kind="NVIDIA H100"))()
-    monkeypatch.setattr(plan_request, "described_devices", lambda name, count=1: [device])
-    monkeypatch.setattr(plan_request, "Mesh", lambda devices, axes: FakeMesh(devices))
+    monkeypatch.setattr(devices, "described_devices", lambda name, count=1: [device])
+    monkeypatch.setattr(devices, "Mesh", lambda devices, axes: FakeMesh(devices))
     found = find_device("gpu:h100")
     assert found.is_compiled_for
     assert found.platform == found.traced_for == "gpu"
@@ -499,7 +496,7 @@ class FakeMesh:
 @pytest.mark.full
 def test_a_plan_compiled_for_a_gpu(monkeypatch):
     monkeypatch.undo()
-    if plan_request.described_devices("h100") is None:
+    if devices.described_devices("h100") is None:
         pytest.skip('no CUDA plugin of jax is installed (pip install "jax[cuda12]")')
     request = request_of(
         target=find_config("demo"),
@@ -508,7 +505,7 @@ def test_a_plan_compiled_for_a_gpu(monkeypatch):
         engine=EngineConfig(max_rows=2, max_context=64, burst_steps=2, row_buckets=()),
     )
     assert request.device.platform == "gpu"
-    document = plan_report.to_dict(plans.make_plan(request))
+    document = plan_document.to_dict(plans.make_plan(request))
     assert document["compiled"]["for"] == "gpu:h100"
     assert not any("stands in" in note for note in document["notes"])
 
@@ -541,7 +538,7 @@ def test_names_of_heads():
     assert sum(leaf.size for leaf in weights) == by_hand + 32_000
     with pytest.raises(ValueError, match="the head is for a target of 4096 hidden numbers"):
         find_drafter("llama-3.1-8b-eagle3", find_config("qwen3-0.6b"))
-    with pytest.raises(FileNotFoundError, match="did you mean 'llama_3_1_8b_eagle3'"):
+    with pytest.raises(FileNotFoundError, match=r"did you mean 'llama-3\.1-8b-eagle3'"):
         find_drafter("llama-3.1-8b-eagel3", target)
 
 
@@ -560,20 +557,52 @@ def test_a_folder_needs_no_weights(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["cuda", "tpu:v9:2x2", "gpu:v2", "cpu:2", "cpu:", "gpu:h100:2x2", "v5e", ""],
+    ["cuda", "tpu:v9:2x2", "gpu:v2", "cpu:2", "cpu:", "gpu:h100:2x2", "tpu", "v5e:2x2:1", ""],
 )
 def test_unknown_devices(name):
-    with pytest.raises(ValueError, match="is unknown; expected cpu"):
+    with pytest.raises(ValueError, match=r"is unknown.*; expected cpu"):
         find_device(name)
+
+
+def test_devices_by_any_of_their_names():
+    wanted = {
+        "h100": ("gpu:h100", 1),
+        "H100": ("gpu:h100", 1),
+        "a100": ("gpu:a100", 1),
+        "a100-80gb": ("gpu:a100", 1),
+        "gpu:a100-40gb": ("gpu:a100-40gb", 1),
+        "v5e": ("tpu:v5e:2x2", 1),
+        "tpu:v5e": ("tpu:v5e:2x2", 1),
+        "v5e:2x2": ("tpu:v5e:2x2", 4),
+        "tpu:v6e:2x4": ("tpu:v6e:2x4", 8),
+        "v5p": ("tpu:v5p:2x2x1", 1),
+        "v4:2x2x1": ("tpu:v4:2x2x1", 4),
+        "tpu7x:2x2x1": ("tpu:tpu7x:2x2x1", 8),
+        "cpu": ("cpu", 1),
+    }
+    found = {name: described(name) for name in wanted}
+    assert {name: (device.name, device.count) for name, device in found.items()} == wanted
+    assert found["tpu7x:2x2x1"].figures == DEVICES["tpu7x"].per_device()
+    assert [found[name].traced_for for name in ("h100", "v5e", "cpu")] == ["gpu", "tpu", "cpu"]
+    assert described("v5e", 4).count == described("h100", 4).count == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("h10", "h100"), ("gpu:h20", "gpu:h200"), ("tpu:v6", "tpu:v6e"), ("gpu:v5e", "tpu:v5e")],
+)
+def test_a_misspelt_device(name, meant):
+    with pytest.raises(ValueError, match=f"is unknown .did you mean '{meant}'"):
+        described(name)
 
 
 @pytest.mark.parametrize("name", ["gpu:v5e", "gpu:tpu7x", "tpu:h100:2x2", "tpu:a100"])
 def test_a_tpu_is_no_gpu(name):
-    with pytest.raises(ValueError, match=r"one of t4, .*, b200, or tpu:NAME"):
+    with pytest.raises(ValueError, match=r"a GPU of t4, .*, b200, or a TPU of v4"):
         find_device(name)
 
 
-@pytest.mark.parametrize("shape", ["", ":", ":2y2", ":4", ":2x", ":0x2", ":2x2x2x2"])
+@pytest.mark.parametrize("shape", [":", ":2y2", ":4", ":2x", ":0x2", ":2x2x2x2"])
 def test_topologies_that_are_none(shape):
     with pytest.raises(ValueError, match="expected chips along two or three axes"):
         find_device("tpu:v5e" + shape)
@@ -646,11 +675,11 @@ def test_work_of_a_forward_counted_by_hand():
 def test_keys_and_values_in_one_byte(compiled_by_rule):
     """Half of bfloat16's bytes of context: a page as counted, and the roofline."""
     engine = dataclasses.replace(request_of().engine, kv_cache_dtype="fp8", page_size=32)
-    assert plans._page_bytes(request_of(engine=engine)) == (32 * 131_072 // 2, 32 * 4096)
+    assert plans.page_bytes(request_of(engine=engine)) == (32 * 131_072 // 2, 32 * 4096)
     plan = plans.make_plan(request_of(engine=engine))
     assert plan.target_work.context_bytes == 131_072 / 2
-    assert plan_report.to_dict(plan)["kv_cache_dtype"] == "fp8"
-    assert plan_report.to_dict(plans.make_plan(request_of()))["kv_cache_dtype"] == "bfloat16"
+    assert plan_document.to_dict(plan)["kv_cache_dtype"] == "fp8"
+    assert plan_document.to_dict(plans.make_plan(request_of()))["kv_cache_dtype"] == "bfloat16"
 
 
 def test_layers_that_slide_are_charged_their_windows():
@@ -710,6 +739,6 @@ def test_a_kernel_that_cannot_be_used_is_named_with_its_setting():
 
 
 def test_embedded_heads_are_planned_by_name():
-    target = plan_request.find_config("demo")
+    target = named_models.find_config("demo")
     for name in ("demo-eagle3", "demo-dspark"):
-        assert plan_request.find_drafter(name, target).taps
+        assert named_models.find_drafter(name, target).taps
