@@ -15,6 +15,17 @@ _WHITESPACE = [
 ]
 
 
+def puts_space_before(backend: tokenizers.Tokenizer) -> str | None:
+    """Returns "first" or "always" of a tokenizer that puts a space before a text, else None.
+
+    "always": also before text that follows an added token.
+    """
+    pipeline = [_state(backend.normalizer), _state(backend.pre_tokenizer)]
+    if _bare(*pipeline) == dict(zip(("normalizer", "pre_tokenizer"), pipeline, strict=True)):
+        return None
+    return "first" if '"prepend_scheme": "first"' in json.dumps(pipeline) else "always"
+
+
 class Continuing:
     """A tokenizer of text that follows other text.
 

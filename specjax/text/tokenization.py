@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,13 @@ import tokenizers
 from specjax.runtime.model_files import find_file, read_bytes, read_json
 from specjax.text import chat_template as templates
 from specjax.text import tokenizer_json
+from specjax.text.added_tokens import (
+    ADDED,
+    SETTINGS,
+    SPECIAL,
+    add_missing,
+    settings_that_do_not_hold,
+)
 from specjax.text.continuing import Continuing
 from specjax.text.tokenizer_json import is_library_error
 
@@ -57,22 +65,30 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer | None:
-        """Returns the tokenizer of a folder, None when it holds no tokenizer.json.
+        """Returns the tokenizer of a folder, None when it holds none.
+
+        Tokens that only the files beside tokenizer.json name are added. Warns of what those say
+        that does not hold.
 
         Raises:
           ValueError: a file is corrupt, or unsafe for the tokenizers library (see
-            `specjax.text.tokenizer_json`).
+            `specjax.text.tokenizer_json`); or there is a tokenizer, and no tokenizer.json.
         """
         folder = Path(path)
         tokenizer_path = find_file(folder, "tokenizer.json")
         if tokenizer_path is None:
+            tokenizer_json.refuse_other_forms(folder)
             return None
         backend = tokenizer_json.load(tokenizer_path)
-        config = _read_optional(folder, "special_tokens_map.json")
-        config |= _read_optional(folder, "tokenizer_config.json")
+        files = {name: _read_optional(folder, name) for name in (SETTINGS, SPECIAL, ADDED)}
+        config = files[SPECIAL] | files[SETTINGS]
         special_tokens = {
             key: text for key in _SPECIAL_TOKENS if (text := _content(folder, key, config.get(key)))
         }
+        notes = add_missing(backend, folder, files, special_tokens)
+        notes += settings_that_do_not_hold(backend, folder, files[SETTINGS], special_tokens)
+        for note in notes:
+            warnings.warn(note, stacklevel=2)
         return cls(
             backend,
             special_tokens=special_tokens,

@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from specjax.runtime.model_files import MAX_JSON_BYTES, parse_object, read_bytes
+from specjax.runtime.model_files import MAX_JSON_BYTES, find_file, parse_object, read_bytes
 
 # Most times that a pipeline may lengthen a text, after every stage. Published pipelines
 # stay below 200 (NFKC writes one character as up to 18).
@@ -36,6 +36,15 @@ _GROWTH = {
     "NFKC": 18, "NFKD": 18, "NFC": 4, "NFD": 4, "Lowercase": 2, "BertNormalizer": 24,
     "ByteLevel": 4, "Metaspace": 2, "WordPiece": 2, "BPEDecoder": 2, "CTC": 2,
 }  # fmt: skip
+# Files of tokenizers in other forms, of each of which one is enough.
+_OTHER_FORMS = (
+    ("tokenizer.model",),
+    ("spiece.model",),
+    ("sentencepiece.bpe.model",),
+    ("vocab.json", "merges.txt"),
+    ("vocab.txt",),
+    ("tekken.json",),
+)
 _PROBES = ("a", "Ab 1, \u4f60\n", "")
 
 
@@ -54,6 +63,19 @@ def load(path: Path) -> tokenizers.Tokenizer:
     for probe in _PROBES:
         _probe(tokenizer, probe, path)
     return tokenizer
+
+
+def refuse_other_forms(folder: Path) -> None:
+    """Raises ValueError for a folder whose tokenizer is in another form than tokenizer.json."""
+    for names in _OTHER_FORMS:
+        if all(find_file(folder, name) for name in names):
+            raise ValueError(
+                f"{folder} has a tokenizer as {' and '.join(names)}, and no tokenizer.json, which "
+                "is what specjax reads. Write it with transformers (pip install transformers "
+                f"sentencepiece protobuf): AutoTokenizer.from_pretrained({str(folder)!r})"
+                f".save_pretrained({str(folder)!r}). Or move {names[0]} away, and give prompts as "
+                "token ids."
+            )
 
 
 @contextlib.contextmanager
