@@ -110,7 +110,8 @@ def silent(folder):
 
 
 def test_the_table_has_these_rows():
-    lines = [line for line in DOCS.read_text().splitlines() if line.startswith("| ")]
+    table, _, _ = DOCS.read_text().partition("## Tokenizers")
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
     facts = [line.split("|")[1].strip() for line in lines]
     assert [fact for fact in facts if fact != "fact" and set(fact) != {"-"}] == [*ROWS]
 

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -207,3 +208,29 @@ def test_a_tokenizer_in_another_form_is_refused_by_name(tmp_path, names):
     assert "AutoTokenizer.from_pretrained" in str(error.value)
     bytes_and_the().save(str(tmp_path / "tokenizer.json"))
     assert Tokenizer.from_folder(tmp_path).vocab_size == 261
+
+
+# Rows of the table in docs/two-places.md, with the tests of each.
+_SETTING = (
+    test_settings_that_tokenizer_json_does_not_do_are_warned_of,
+    test_settings_that_agree_are_not_warned_of,
+)
+ROWS = {
+    "added tokens": (
+        test_tokens_that_only_other_files_name_have_their_ids,
+        test_files_that_disagree_are_warned_of_and_tokenizer_json_holds,
+    ),
+    "tokens around a text": _SETTING,
+    "a space before a text": _SETTING,
+    "a space after a special token": _SETTING,
+    "spaces before punctuation": _SETTING,
+    "special tokens in a text": _SETTING,
+    "forms of a tokenizer": (test_a_tokenizer_in_another_form_is_refused_by_name,),
+}
+
+
+def test_the_table_has_these_rows():
+    docs = Path(__file__).parents[3] / "docs" / "two-places.md"
+    _, _, table = docs.read_text().partition("## Tokenizers")
+    rows = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")]
+    assert rows == ["fact", *ROWS]
