@@ -11,9 +11,9 @@ from pathlib import Path
 
 from jax.typing import DTypeLike
 
-from specjax.drafters import head_files
+from specjax.drafters import head_files, vllm_files
 from specjax.drafters.head_files import FoundHead, Head
-from specjax.models import eagle
+from specjax.models import eagle, two_places
 from specjax.models.base import Json, ModelConfig
 from specjax.models.config_values import require, size
 from specjax.models.eagle import FIRST_PREFIX, EagleConfig
@@ -28,7 +28,7 @@ def is_eagle(raw: Json, tensors: Collection[str]) -> bool:
       raw: its config.json.
       tensors: the names in its files; none if they cannot be read.
     """
-    if any(_CLASS.search(str(one)) for one in head_files.classes_of(raw)):
+    if any(_CLASS.search(one) for one in (*head_files.classes_of(raw), str(raw.get("model_type")))):
         return True
     first = f"{FIRST_PREFIX}self_attn.q_proj.weight"
     return raw.get("speculators_model_type") is None and {"fc.weight", first} <= {*tensors}
@@ -53,10 +53,14 @@ def read_eagle(
     """
     head = head_files.open_head(folder, "an EAGLE head")
     with head_files.naming(head):
+        head, notes = vllm_files.plain_eagle(head)
+        if head.raw.get("model_type") == two_places.EAGLE_TYPE:
+            head = vllm_files.with_offsets(head, target, ("lm_head.weight",))
         config = _parse(head, target, aux_layer_ids)
     leaves = eagle.weights_of(config)
     note = "reads the last hidden state of the target, after the final norm"
-    return FoundHead(config, head_files.read_weights(head, config, leaves, dtype), (note,))
+    params = head_files.read_weights(head, config, leaves, dtype)
+    return FoundHead(config, params, (note, *notes))
 
 
 def _parse(head: Head, target: ModelConfig, aux_layer_ids: Sequence[int] | None) -> EagleConfig:
@@ -83,7 +87,10 @@ def _parse(head: Head, target: ModelConfig, aux_layer_ids: Sequence[int] | None)
             "hidden state. Heads over several hidden states are EAGLE-3: their config.json says "
             "draft_vocab_size, or names the class LlamaForCausalLMEagle3."
         )
-    tables = head_files.whole_tables_of(head, target, width, "EAGLE")
+    if head.raw.get("model_type") == two_places.EAGLE_TYPE:
+        tables = head_files.tables_of(head, target, width, ties_head=False)
+    else:
+        tables = head_files.whole_tables_of(head, target, width, "EAGLE")
     layers = head_files.layers_of(
         head,
         FIRST_PREFIX,
@@ -98,4 +105,5 @@ def _parse(head: Head, target: ModelConfig, aux_layer_ids: Sequence[int] | None)
         fc_bias="fc.bias" in tensors,
         has_embedding=tables.has_embedding,
         has_head=tables.has_head,
+        maps_vocabulary=tables.maps_vocabulary,
     )

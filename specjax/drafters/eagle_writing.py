@@ -200,6 +200,7 @@ def _eagle_refusals(config: EagleConfig, target: OfTarget) -> list[str]:
     return unlike(
         config,
         has_hidden_first=False,
+        maps_vocabulary=False,
         layers__qk_norm=False,
         layers__o_bias=False,
         layers__mlp_bias=False,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from specjax.models import weights
+from specjax.models import two_places, weights
 from specjax.models.base import Json, ModelConfig, Params
 from specjax.models.config_values import MAX_LAYERS, flag, is_int, number, rope, shown, size
 from specjax.models.head_parts import HeadConfig
@@ -80,7 +80,7 @@ def open_head(folder: Path, kind: str, own_names: Sequence[str] = ()) -> Head:
     path = find_file(folder, "config.json")
     if path is None:
         raise FileNotFoundError(f"{folder} holds no config.json; give the folder of a drafter.")
-    raw, tensors = read_json(path), open_tensors(folder, own_names)
+    raw, tensors = two_places.with_inner_model(read_json(path)), open_tensors(folder, own_names)
     nested = raw.get("transformer_layer_config")
     return Head(kind, path, raw, nested if isinstance(nested, dict) else raw, tensors)
 

@@ -27,6 +27,7 @@ from specjax.drafters.newest_state_files import (
 )
 from specjax.drafters.self_drafter import SelfDrafter
 from specjax.drafters.spec import HybridDrafter
+from specjax.models import two_places
 from specjax.models.base import Json, ModelConfig, embed_tokens
 from specjax.models.config_values import shown
 from specjax.models.dflash import DFlashConfig
@@ -194,7 +195,7 @@ def kind_in(folder: Path) -> HeadKind | None:
     config = find_file(folder, "config.json")
     if config is None:
         return None
-    raw, names = read_json(config), _tensor_names(folder)
+    raw, names = two_places.with_inner_model(read_json(config)), _tensor_names(folder)
     found = next((kind for kind in KINDS if kind.is_kind_of(raw, names)), None)
     said = raw.get("speculators_model_type")
     if found is None and said is not None:

@@ -150,6 +150,8 @@ class _Medusa(_Head):
 
         branches = [functools.partial(of, index) for index in range(self.config.most_drafts)]
         scores = _of_depth(branches, depth, hidden)
+        if self.config.maps_vocabulary:
+            return scores, token_by_token.own_vocabulary(params, self.config)
         axis = self.context.tensor_axis
         return scores, Vocabulary.of_width(scores.shape[1], self.vocab_size, axis)
 

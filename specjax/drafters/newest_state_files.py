@@ -11,16 +11,17 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from specjax.config.speculation import MAX_DEPTH
-from specjax.drafters import head_files
+from specjax.drafters import head_files, vllm_files
 from specjax.drafters.head_files import FoundHead, Head, Tensors
 from specjax.models import medusa, mlp_speculator
 from specjax.models.base import Json, ModelConfig
-from specjax.models.config_values import flag, shown, size
-from specjax.models.medusa import OF_VLLM, PUBLISHED, MedusaConfig
+from specjax.models.config_values import flag, optional_number, shown, size
+from specjax.models.medusa import OF_VLLM, PUBLISHED, SHARED_HEAD, MedusaConfig
 from specjax.models.mlp_speculator import MlpSpeculatorConfig
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 PREFIX, _MEDUSA_PREFIX = "speculator.", "medusa_heads."
+_SHARED = f"{SHARED_HEAD}.weight"
 _TIED = re.compile(r"\b(emb|head|ln|proj)\.(\d{1,6})\.(\w+)$")
 _NOTE = "reads the last hidden state of the target, after the final norm"
 
@@ -55,7 +56,7 @@ def read_medusa(
     head = head_files.open_head(folder, "Medusa heads", MEDUSA_FILES)
     with head_files.naming(head):
         head_files.check_reads_last(aux_layer_ids)
-        config, naming = _parse_medusa(head, target)
+        head, config, naming = _parse_medusa(head, target)
     leaves = medusa.weights_of(config, naming)
     note = f"drafts at most {config.most_drafts} tokens, one for each head"
     params = head_files.read_weights(head, config, leaves, dtype)
@@ -121,16 +122,17 @@ def _parse_mlp_speculator(raw: Json, target: ModelConfig) -> MlpSpeculatorConfig
     )
 
 
-def _parse_medusa(head: Head, target: ModelConfig) -> tuple[MedusaConfig, tuple[str, str]]:
-    raw, tensors = head.raw, head.tensors
-    for key in ("truncated_vocab_size", "original_lm_head"):
-        if raw.get(key) not in (None, False, raw.get("vocab_size")):
-            raise ValueError(f"{key}={shown(raw[key])} is not supported; expected whole heads.")
-    is_prefixed = any(name.startswith(_MEDUSA_PREFIX) for name in tensors)
-    prefix = _MEDUSA_PREFIX if is_prefixed else ""
-    is_of_vllm = any(name.startswith(f"{prefix}blocks.") for name in tensors)
-    of_block, of_head = OF_VLLM if is_of_vllm else PUBLISHED
-    naming = f"{prefix}{of_block}", f"{prefix}{of_head}"
+def _parse_medusa(head: Head, target: ModelConfig) -> tuple[Head, MedusaConfig, tuple[str, str]]:
+    """Returns the head as it is read, its config and the naming of its tensors."""
+    raw = head.raw
+    tensors = {name.removeprefix(_MEDUSA_PREFIX): each for name, each in head.tensors.items()}
+    if len(tensors) != len(head.tensors):
+        raise ValueError(f"two tensors have one name but for {_MEDUSA_PREFIX!r}; expected one.")
+    head = head._replace(tensors=tensors)
+    if optional_number(raw, "logit_scale") not in (None, 1.0):
+        raise ValueError(f"logit_scale={shown(raw['logit_scale'])} is not supported; expected 1.")
+    is_of_vllm = any(name.startswith("blocks.") for name in tensors)
+    naming = OF_VLLM if is_of_vllm else PUBLISHED
     first = naming[0].format(head=0, block=0)
     width = head_files.shape_of(head, f"{first}.weight")[0]
     of_block = _numbers(naming[0] + ".weight", tensors)
@@ -138,21 +140,40 @@ def _parse_medusa(head: Head, target: ModelConfig) -> tuple[MedusaConfig, tuple[
     num_blocks = 1 + max(place for _, place in of_block)
     if max(count, num_blocks) > MAX_DEPTH:
         raise ValueError(f"{count} heads of {num_blocks} blocks are more than {MAX_DEPTH}.")
-    matrix = f"{naming[1].format(head=0, blocks=num_blocks)}.weight"
-    has_head = matrix in tensors
-    vocab = head_files.shape_of(head, matrix)[0] if has_head else target.vocab_size
-    head_files.check_target(width, size(raw, "vocab_size", vocab), target)
-    head_files.check_target(width, vocab, target)
+    head = _with_shared(head, naming[1])
+    matrices = [f"{naming[1].format(head=i, blocks=num_blocks)}.weight" for i in range(count)]
+    head = vllm_files.with_offsets(head, target, (*matrices, _SHARED))
+    maps = head_files.TARGET_IDS in head.tensors.keys() - tensors.keys()
+    tensors = head.tensors
+    shares_head = _SHARED in tensors and matrices[0] not in tensors
+    matrix = _SHARED if shares_head else matrices[0]
+    vocab = head_files.shape_of(head, matrix)[0] if matrix in tensors else target.vocab_size
+    whole = target.vocab_size if maps else vocab
+    head_files.check_target(width, size(raw, "vocab_size", whole), target)
+    head_files.check_target(size(raw, "hidden_size", width), whole, target)
+    if flag(raw, "medusa_fc_bias", False) and f"{first}.bias" not in tensors:
+        raise ValueError(f"medusa_fc_bias=true, and there is no tensor '{first}.bias'.")
     config = MedusaConfig(
         target_hidden_size=width,
-        target_vocab_size=vocab,
+        target_vocab_size=whole,
         aux_layers=(target.num_layers,),
         most_drafts=count,
         num_blocks=num_blocks,
         has_bias=f"{first}.bias" in tensors,
-        has_head=has_head,
+        has_head=matrix in tensors,
+        shares_head=shares_head,
+        own_vocab_size=vocab if maps else None,
     )
-    return config, naming
+    return head, config, naming
+
+
+def _with_shared(head: Head, of_head: str) -> Head:
+    """Returns a head whose one matrix, where config.json says that it has one, has its own name."""
+    first = f"{of_head.format(head=0, blocks=0)}.weight"
+    if not flag(head.raw, "original_lm_head", False) or first not in head.tensors:
+        return head
+    others = {name: tensor for name, tensor in head.tensors.items() if name != first}
+    return head._replace(tensors=others | {_SHARED: head.tensors[first]})
 
 
 def _numbers(pattern: str, names: Any) -> list[tuple[int, int]]:

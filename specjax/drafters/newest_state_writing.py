@@ -44,14 +44,18 @@ MEDUSA = Kind(
         "medusa": Naming(
             # Blocks have biases there. Without matrices of their own, heads are those of the first
             # release.
-            lambda config, target: unlike(config, has_bias=True),
+            lambda config, target: unlike(
+                config, has_bias=True, shares_head=False, own_vocab_size=None
+            ),
             _published_medusa,
             functools.partial(medusa.weights_of, naming=PUBLISHED),
             (),
             weights_file=MEDUSA_FILES[0],
         ),
         "vllm": Naming(
-            lambda config, target: unlike(config, has_head=True),
+            lambda config, target: unlike(
+                config, has_head=True, shares_head=False, own_vocab_size=None
+            ),
             _medusa_of_vllm,
             functools.partial(medusa.weights_of, naming=OF_VLLM),
             ("vLLM before 0.33",),

@@ -87,13 +87,16 @@ def rope_context(raw: Json, own: RopeConfig, max_positions: int) -> int:
     """Returns the most tokens of a text whose rope stretches, at least `max_positions`.
 
     yarn: the original length times the factor. linear: the same, where no original length is said
-    `max_positions` times the factor, as vLLM has it. Others say it in max_position_embeddings.
+    `max_positions` times the factor, as vLLM has it. Others say it in max_position_embeddings, and
+    so do configs that say less there than the original length.
     """
     if own.kind not in ("linear", "yarn"):
         return max_positions
     original = own.original_max_position_embeddings
     if own.kind == "linear":
         original = size(raw, two_places.ORIGINAL, max_positions)
+    if original > max_positions:
+        return max_positions
     return min(max(max_positions, int(original * own.factor)), MAX_SIZE)
 
 

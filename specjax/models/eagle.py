@@ -58,6 +58,7 @@ class EagleConfig:
       has_hidden_first: whether fc reads the hidden state before the embedding.
       fc_bias: whether fc has one.
       has_embedding, has_head: whether it has its own; else those of the target are used.
+      maps_vocabulary: whether its tokens have numbers of their own, see `target_ids`.
     """
 
     layers: ModelConfig
@@ -68,6 +69,7 @@ class EagleConfig:
     fc_bias: bool = False
     has_embedding: bool = False
     has_head: bool = False
+    maps_vocabulary: bool = False
 
     @property
     def hidden_size(self) -> int:
@@ -80,10 +82,6 @@ class EagleConfig:
     @property
     def target_hidden_size(self) -> int:
         return self.layers.hidden_size
-
-    @property
-    def maps_vocabulary(self) -> bool:
-        return False
 
 
 def feature(params: Params, config: EagleConfig, taps: Sequence[Array]) -> Array:
@@ -144,7 +142,7 @@ def normed_output(params: Params, config: EagleConfig, out: Array) -> Array:
 
 
 def own_logits(params: Params, config: EagleConfig, out: Array) -> Array:
-    """Returns f32[num_tokens, target_vocab_size], from r; only with `has_head`."""
+    """Returns f32[num_tokens, vocab_size], from r; only with `has_head`."""
     del config
     return head_parts.own_logits(params, out)
 
@@ -171,9 +169,10 @@ def weights_of(config: EagleConfig, mtp_prefix: str = MTP_PREFIX) -> dict[str, A
     d = own.hidden_size
     params = _mtp_weights(own, mtp_prefix) if config.is_mtp else _eagle_weights(own)
     params |= only_if(config.fc_bias, fc_bias=vector("fc.bias", d, "embed"))
-    table = lambda name: matrix(f"{name}.weight", (own.vocab_size, d), ("vocab", "embed"))
-    params |= only_if(config.has_embedding, embed_tokens=table("embed_tokens"))
-    return params | only_if(config.has_head, lm_head=table("lm_head"))
+    table = lambda name, rows: matrix(f"{name}.weight", (rows, d), ("vocab", "embed"))
+    embedding = table("embed_tokens", config.target_vocab_size)
+    params |= only_if(config.has_embedding, embed_tokens=embedding)
+    return params | only_if(config.has_head, lm_head=table("lm_head", own.vocab_size))
 
 
 def _eagle_weights(own: ModelConfig) -> dict[str, Any]:

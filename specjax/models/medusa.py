@@ -8,7 +8,8 @@ token i = 0, 1, ... whatever the drafts before it are:
     x = x + silu(block_l(x))                for its residual blocks l
     logits = head_i(x)
 
-Some have no matrices of their own: then head_i is the target's head.
+Some have no matrices of their own: then head_i is the target's head. Those of vLLM may have one for
+all, and say a part of the tokens.
 """
 
 from __future__ import annotations
@@ -37,18 +38,23 @@ PUBLISHED, OF_VLLM = (
 )
 
 
+SHARED_HEAD = "lm_head"  # of vLLM
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedusaConfig:
     """Static sizes and flags of Medusa heads; hashable, a jit key.
 
     Attributes:
       target_hidden_size: width of the target's hidden state.
-      target_vocab_size: tokens of the target, and of the heads.
+      target_vocab_size: tokens of the target.
       aux_layers: the target's number of layers alone, which captures its normed output.
       most_drafts: number of heads.
       num_blocks: residual blocks of each.
       has_bias: whether blocks have one.
-      has_head: whether each has a matrix of its own; else the target's head is used.
+      has_head: whether they have matrices of their own; else the target's head is used.
+      shares_head: whether these are one matrix, in place of one for each.
+      own_vocab_size: tokens of the heads where they are a part of the target's, see `target_ids`.
     """
 
     target_hidden_size: int
@@ -58,6 +64,8 @@ class MedusaConfig:
     num_blocks: int = 1
     has_bias: bool = True
     has_head: bool = True
+    shares_head: bool = False
+    own_vocab_size: int | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -65,11 +73,11 @@ class MedusaConfig:
 
     @property
     def vocab_size(self) -> int:
-        return self.target_vocab_size
+        return self.own_vocab_size or self.target_vocab_size
 
     @property
     def maps_vocabulary(self) -> bool:
-        return False
+        return self.own_vocab_size is not None
 
 
 def forward(params: Params, config: MedusaConfig, newest: Array, index: int) -> Array:
@@ -81,9 +89,9 @@ def forward(params: Params, config: MedusaConfig, newest: Array, index: int) -> 
 
 
 def own_logits(params: Params, config: MedusaConfig, x: Array, index: int) -> Array:
-    """Returns f32[n, target_vocab_size] of head `index`, from its x; only with `has_head`."""
-    del config
-    return linear(x, params["heads"][index]["lm_head"], jnp.float32)
+    """Returns f32[n, vocab_size] of head `index`, from its x; not with the target's head."""
+    owner = params if config.shares_head else params["heads"][index]
+    return linear(x, owner["lm_head"], jnp.float32)
 
 
 def abstract(config: MedusaConfig, dtype: DTypeLike) -> Params:
@@ -104,7 +112,8 @@ def weights_of(config: MedusaConfig, naming: tuple[str, str] = PUBLISHED) -> dic
     Args:
       naming: of a block and of a head's matrix in the file.
     """
-    d, vocab = config.target_hidden_size, config.target_vocab_size
+    d, vocab = config.target_hidden_size, config.vocab_size
+    has_own = config.has_head and not config.shares_head
     of_block, of_head = naming
 
     def block(head: int, place: int) -> dict[str, Any]:
@@ -116,13 +125,16 @@ def weights_of(config: MedusaConfig, naming: tuple[str, str] = PUBLISHED) -> dic
         name = of_head.format(head=index, blocks=config.num_blocks)
         leaves = {"blocks": tuple(block(index, place) for place in range(config.num_blocks))}
         table = matrix(f"{name}.weight", (vocab, d), ("vocab", "embed"))
-        return leaves | only_if(config.has_head, lm_head=table)
+        return leaves | only_if(has_own, lm_head=table)
 
-    return {"heads": tuple(head(index) for index in range(config.most_drafts))}
+    shared = matrix(f"{SHARED_HEAD}.weight", (vocab, d), ("vocab", "embed"))
+    heads = tuple(head(index) for index in range(config.most_drafts))
+    return {"heads": heads} | only_if(config.shares_head, lm_head=shared)
 
 
 def draft_products(config: MedusaConfig) -> int:
     """Returns the multiply-adds per draft token in products with weights, the head among them."""
-    own = weights.num_weights(weights_of(config)) // config.most_drafts
-    width = config.target_hidden_size
-    return own + (0 if config.has_head else config.target_vocab_size * width)
+    own = weights.num_weights(weights_of(config)["heads"]) // config.most_drafts
+    if config.has_head and not config.shares_head:
+        return own
+    return own + config.vocab_size * config.target_hidden_size

@@ -13,6 +13,7 @@ from typing import Any
 from specjax.models.base import Json
 
 THETA, ORIGINAL = "rope_theta", "original_max_position_embeddings"
+EAGLE_TYPE = "eagle"  # the model_type of a head that vLLM has converted
 # What the object of a rope may say beside its type, theta and partial_rotary_factor.
 _KEYS_OF_ROPE = {
     "default": (),
@@ -166,3 +167,20 @@ def by_one_name(raw: Json, names: Mapping[str, str]) -> Json:
             )
         found[key] = value
     return found
+
+
+def with_inner_model(raw: Json) -> Json:
+    """Returns the config.json of an EAGLE head, which vLLM has converted, with the keys of the
+    `model` within it; others as they are.
+
+    Those at the top are used first, as in vLLM.
+    """
+    inner = raw.get("model")
+    if raw.get("model_type") != EAGLE_TYPE or not isinstance(inner, dict):
+        return raw
+    top = {key: raw[key] for key in raw if key not in ("model", "architectures", "model_type")}
+    if differ := [key for key in top if inner.get(key) not in (None, top[key])]:
+        warn(f"another {', '.join(differ)} at the top than in its model", "the top is used")
+    is_eagle3 = raw.get("method") == "eagle3" or "eagle3" in str(inner.get("architectures")).lower()
+    name = "LlamaForCausalLMEagle3" if is_eagle3 else "EAGLEModel"
+    return {**inner, **top, "architectures": [name], "model_type": EAGLE_TYPE}

@@ -67,7 +67,14 @@ def propose(
             medusa.own_logits(params, config, read, s) if config.has_head else target.logits(read)
         )
 
-    return Drafts(*after_first(text), hidden, score, has_all_roots=True, is_aligned=True)
+    return Drafts(
+        *after_first(text),
+        hidden,
+        score,
+        target_ids=params.get("target_ids"),
+        has_all_roots=True,
+        is_aligned=True,
+    )
 
 
 def begin(key: Array, config: MedusaConfig, target: Target, target_ids: Array | None) -> Params:

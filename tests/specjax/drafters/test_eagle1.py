@@ -221,6 +221,58 @@ def test_what_is_refused(tmp_path, more, change, match):
         read(folder)
 
 
+@pytest.mark.parametrize("prefix", ["", "model.", "model.model."])
+def test_folders_that_vllm_converted(tmp_path, prefix):
+    """The config of the layers is nested; norms that EAGLE has not are stored and not used."""
+    config = config_of(has_embedding=True, has_head=True)
+    tensors = random_tensors(eagle.weights_of(config))
+    bare = ("fc.weight", "lm_head.weight")
+    stored = {name if name in bare else prefix + name: t for name, t in tensors.items()}
+    ones = np.ones(WIDTH, np.float32)
+    stored |= {f"{prefix}layers.0.input_layernorm.weight": ones, f"{prefix}norm.weight": ones}
+    raw = {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": raw_of()}
+    folder = write(tmp_path, raw | {"truncated_vocab_size": None}, stored)
+    found = read(folder)
+    assert found.config == config
+    np.testing.assert_array_equal(found.params["fc"], tensors["fc.weight"])
+    assert "are not used, as in vLLM" in found.notes[-1]
+    assert specjax.load_drafter(folder, TARGET).spec == EagleDrafter(
+        specjax.load_drafter(folder, TARGET).spec.config
+    )
+    with pytest.warns(UserWarning, match="another rms_norm_eps at the top than in its model"):
+        changed = read(write(tmp_path, raw | {"rms_norm_eps": 1e-5}, stored))
+    assert changed.config.layers.norm_eps == 1e-5
+
+
+def test_a_part_of_the_vocabulary_as_vllm_has_it(tmp_path):
+    tokens = np.array([7, 2, 60, 33, 5])
+    of_five = dataclasses.replace(own_layers(), vocab_size=5)
+    config = dataclasses.replace(
+        config_of(has_embedding=True, has_head=True), layers=of_five, maps_vocabulary=True
+    )
+    tensors = random_tensors(eagle.weights_of(config)) | {"token_map": tokens}
+    raw = {"model_type": "eagle", "model": raw_of(), "truncated_vocab_size": 5}
+    found = read(write(tmp_path, raw, tensors))
+    assert found.config == config
+    np.testing.assert_array_equal(found.params["target_ids"], tokens)
+    assert found.params["lm_head"].shape == (5, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"skip_prenorm": False}, "skip_prenorm=False is not supported"),
+        ({"skip_output_norm": False}, "skip_output_norm=False is not supported"),
+        ({"add_para_norm": True}, "add_para_norm=True is not supported"),
+        ({"truncated_vocab_size": 5}, "and there is none"),
+    ],
+)
+def test_what_is_refused_of_vllm(tmp_path, more, match):
+    raw = {"model_type": "eagle", "model": raw_of(), **more}
+    with pytest.raises(ValueError, match=match):
+        read(write(tmp_path, raw, tensors_of()))
+
+
 def test_p_eagle_of_one_hidden_state_is_refused_by_name(tmp_path):
     """Its class is that of P-EAGLE, its tensors are EAGLE's."""
     raw = raw_of(architectures=["PEagleForCausalLM"], mask_token_id=5)

@@ -378,6 +378,65 @@ def test_folders_of_medusa(tmp_path, name, naming):
     assert specjax.load_drafter(folder, TARGET).spec == NewestStateDrafter(config)
 
 
+@pytest.mark.parametrize("name", ["own", "one", "rows of all"])
+def test_medusa_of_vllm_over_a_part_of_the_tokens(tmp_path, name):
+    """`token_map` has the target's numbers of tokens; a matrix may have a row for all of them."""
+    tokens = np.array([7, 2, 60, 33, 5])
+    raw = {"model_type": "medusa", "architectures": ["MedusaModel"], "num_heads": 3}
+    raw |= {"num_hidden_layers": 1, "hidden_size": WIDTH, "vocab_size": VOCAB}
+    raw |= {"truncated_vocab_size": 5, "medusa_fc_bias": True, "original_lm_head": name == "one"}
+    config = MedusaConfig(**SIZES, own_vocab_size=5, shares_head=name == "one")
+    whole = dataclasses.replace(config, own_vocab_size=None)
+    written = whole if name == "rows of all" else config
+    tensors = random_tensors(medusa.weights_of(written, OF_VLLM)) | {"token_map": tokens}
+    folder = write(tmp_path, raw, tensors)
+    found = read_medusa(folder, TARGET.config, jnp.float32)
+    assert found.config == config
+    np.testing.assert_array_equal(found.params["target_ids"], tokens)
+    matrix = tensors["lm_head.weight" if name == "one" else "lm_heads.1.weight"]
+    matrix = matrix[tokens] if name == "rows of all" else matrix
+    hidden = np.random.default_rng(1).normal(0, 1, (2, WIDTH)).astype(np.float32)
+    logits = medusa.own_logits(found.params, config, hidden, 1)
+    np.testing.assert_allclose(logits, hidden @ matrix.T, rtol=1e-5, atol=1e-5)
+    head = Rows(config, found.params).head
+    scores, vocabulary = head.own_logits(DecoderParams(TARGET.params, found.params), hidden, 1)
+    assert scores.shape == (2, 5)
+    np.testing.assert_array_equal(vocabulary.token_ids, tokens)
+    assert specjax.load_drafter(folder, TARGET).spec == NewestStateDrafter(config)
+
+
+def test_medusa_of_vllm_with_one_matrix_stored_as_the_first(tmp_path):
+    config = MedusaConfig(**SIZES, shares_head=True)
+    tensors = random_tensors(medusa.weights_of(config, OF_VLLM))
+    tensors["lm_heads.0.weight"] = tensors.pop("lm_head.weight")
+    tensors["token_map"] = np.arange(VOCAB)  # of all tokens says nothing
+    prefixed = {f"medusa_heads.{name}": tensor for name, tensor in tensors.items()}
+    raw = {"model_type": "medusa", "original_lm_head": True, "vocab_size": VOCAB}
+    for stored in (tensors, prefixed):
+        found = read_medusa(write(tmp_path, raw, stored), TARGET.config, jnp.float32)
+        assert found.config == config
+        np.testing.assert_array_equal(found.params["lm_head"], tensors["lm_heads.0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "match"),
+    [
+        (None, "truncated_vocab_size=5 .* and there is none"),
+        (np.arange(4), r"and it is int64\[4\]"),
+        (np.arange(5, dtype=np.float32), r"and it is float32\[5\]"),
+        (np.array([7, 2, 60, 33, 7]), "5 different tokens"),
+        (np.array([7, 2, 60, 33, VOCAB]), "5 different tokens"),
+    ],
+)
+def test_token_maps_that_are_refused(tmp_path, tokens, match):
+    config = MedusaConfig(**SIZES, own_vocab_size=5)
+    tensors = random_tensors(medusa.weights_of(config, OF_VLLM))
+    tensors |= {} if tokens is None else {"token_map": tokens}
+    raw = {"model_type": "medusa", "vocab_size": VOCAB, "truncated_vocab_size": 5}
+    with pytest.raises(ValueError, match=match):
+        read_medusa(write(tmp_path, raw, tensors), TARGET.config, jnp.float32)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("method", quick(["medusa", "mlp_speculator"], "medusa"))
 def test_methods_of_configs(tmp_path, method):
@@ -418,7 +477,8 @@ def test_what_is_refused_of_mlp_speculators(tmp_path, raw, change, match):
     [
         ({"truncated_vocab_size": 20, "vocab_size": VOCAB}, dict, "truncated_vocab_size"),
         ({"vocab_size": 10**6}, dict, "1000000 tokens"),
-        ({"original_lm_head": True}, dict, "original_lm_head"),
+        ({"hidden_size": 16}, dict, "for a target of 16 hidden numbers"),
+        ({"logit_scale": 0.5}, dict, "logit_scale=0.5 is not supported"),
         ({}, without("0.0.linear.weight"), "0.0.linear.weight"),
         ({}, without("1.0.linear.bias"), "1.0.linear.bias"),
         ({}, without("2.1.weight"), "2.1.weight"),

@@ -239,6 +239,7 @@ def _(folders):
     )
     assert context(YARN, 64) == context(YARN, 80) == context(YARN, 256) == 256
     assert context(YARN, 1024) == 1024
+    assert context(YARN, 32) == 32  # less than the original length is meant
     assert context(YARN | {"factor": None}, 256) == 256
     assert context(YARN, 64, original_max_position_embeddings=64) == 256
     assert context(YARN | {"original_max_position_embeddings": None}, 64) == 256
