@@ -67,6 +67,9 @@ MODELS = {
     "granite": tiny_llama(0, family="granite", attention_scale=0.25, residual_multiplier=0.5),
     "a mask": tiny_llama(0, mask_token_id=60),
     "ids": tiny_llama(0, bos_token_id=1, eos_token_ids=(2, 3)),
+    "gpt2 with a head of its own": tiny_gpt2(
+        0, qkv_bias=True, o_bias=True, mlp_bias=True, tie_word_embeddings=False, activation="gelu"
+    ),
     "gpt2 without scales": tiny_gpt2(
         0, qkv_bias=True, o_bias=True, mlp_bias=True, attention_scale=1.0
     ),
