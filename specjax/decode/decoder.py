@@ -53,6 +53,9 @@ MOST_DRAFTING = 16  # decoders with a drafter that a process keeps, and as many 
 USUAL_COMPILE_S = 5.0
 # Assumed seconds to read a byte of an executable from disk, and the bytes this guess counts as.
 USUAL_READ_S, USUAL_READ_BYTES = 1.5e-7, 10**5
+# The first calls of an executable in a process take up to seven times as long as later ones: memory
+# is touched and code is loaded for the first time, and the host prepares what it will keep.
+WARM_UP_CALLS = 2
 
 
 class TooLarge(Exception):
@@ -103,6 +106,9 @@ class Decoder:
         self.compile_s = 0.0
         self._compile_s: dict[tuple, float] = {}  # of executables that were not in the store
         self._executables: dict[tuple, Callable] = {}
+        # Calls that were among the first of their executable: see WARM_UP_CALLS.
+        self.num_warm_ups = 0
+        self._num_calls: collections.Counter[tuple] = collections.Counter()
         self._background = Background()
         self._kept: dict[tuple, int | None] = {}  # size in bytes of each burst in the store
         self._read = np.zeros(2)  # total bytes read from the store, and seconds that took
@@ -309,7 +315,7 @@ class Decoder:
     ) -> tuple[DecodeState, StepInfo, Array]:
         """Runs a burst of K = 0 beside the drafter's state, which it does not touch."""
         plain = self.plain
-        before = plain.compile_s
+        before, warm_ups = plain.compile_s, plain.num_warm_ups
         drafter, state = state.drafter, dataclasses.replace(state, drafter=())
         try:
             state, report, num_run = plain.burst(
@@ -317,6 +323,7 @@ class Decoder:
             )
         finally:
             self.compile_s += plain.compile_s - before
+            self.num_warm_ups += plain.num_warm_ups - warm_ups
         return dataclasses.replace(state, drafter=drafter), report, num_run
 
     def _plain_params(self, params: DecoderParams) -> DecoderParams:
@@ -864,6 +871,8 @@ class Decoder:
                     )
             finally:
                 self.compile_s += time.perf_counter() - start
+        self._num_calls[compiled_key] += 1
+        self.num_warm_ups += self._num_calls[compiled_key] <= WARM_UP_CALLS
         return self._executables[compiled_key](state, *arguments)
 
     def _make(

@@ -29,6 +29,7 @@ class Flight:
     context_tokens: int = 0
     least_timed: int = 1  # least steps with which its seconds are well measured
     is_learned_from: bool = True  # by the policy
+    is_warm_up: bool = False  # its seconds are not those of later bursts
     prompts: PromptShape | None = None  # prompt tokens in the same step; None: a burst alone
     # The fields below are set when it is sent.
     bucket: Bucket | None = None

@@ -123,7 +123,9 @@ class Reader:
         asked = np.zeros(flight.bucket.rows, np.int64)
         asked[flight.places] = flight.asked_depth
         # A compilation at the same time may have slowed the burst.
-        is_slowed = self._run.decoder.compiled_between(flight.sent_at, clock.done_at)
+        is_slowed = flight.is_warm_up or self._run.decoder.compiled_between(
+            flight.sent_at, clock.done_at
+        )
         measured_s = seconds if seconds > 0 and not is_slowed else None
         has_prompts = flight.prompts is not None
         return Outcome(

@@ -113,6 +113,7 @@ class Sender:
         flight.rows, flight.params_version = scheduler.at(flight.own), run.params_version
         plan = self._plan(flight)
         compiled_before, start = run.decoder.compile_s, time.perf_counter()
+        warm_ups = run.decoder.num_warm_ups
         try:
             run.device_state, flight.report, flight.num_steps_run = launch(plan)
         except RECOVERABLE:
@@ -120,6 +121,7 @@ class Sender:
             for row in flight.rows:
                 scheduler.shrink(row)
             raise
+        flight.is_warm_up = run.decoder.num_warm_ups > warm_ups
         compiled_s = run.decoder.compile_s - compiled_before
         # compile_s may include another engine that shares the decoder: not later than now.
         flight.sent_at = min(start + compiled_s, time.perf_counter())

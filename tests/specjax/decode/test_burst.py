@@ -73,3 +73,15 @@ def test_when_a_burst_ends(decoder_and_model, lengths, most, work_waits, steps):
             expected[length - 1] = OUT_OF_LENGTH
         assert finish[:, row].tolist() == expected
     assert np.asarray(state.cache.lengths).tolist() == list(gained)
+
+
+def test_the_first_calls_of_an_executable_are_told():
+    model = tiny_llama(0, vocab_size=11, num_layers=1)
+    config = DecoderConfig(target=model.config, drafter=NoDrafter(), sizes=SIZES, engine=ENGINE)
+    decoder, params = Decoder(config), DecoderParams(model.params)
+    state = begin(decoder, params, [request_of(row, 8) for row in range(2)])
+    before, told = decoder.num_warm_ups, []
+    for _ in range(4):
+        state, *_ = decoder.burst(params, state, plan_for_all(decoder, 2), num_speculative_tokens=0)
+        told.append(decoder.num_warm_ups - before)
+    assert told == [1, 2, 2, 2]

@@ -47,6 +47,7 @@ class FakeDecoder:
     """What the loop calls of a Decoder; drafts are right about every second time."""
 
     defers = False
+    num_warm_ups = 0
 
     def __init__(
         self,

@@ -37,6 +37,7 @@ class IdleDecoder:
         self.engine_config = EngineConfig()
         self.prompt_sizes = PromptSizes((64, 256), 16)
         self.compile_s = 0.0
+        self.num_warm_ups = 0
         self.burst_compile_s = 0.0
         self.drafter = NoDrafter()
 

@@ -558,6 +558,21 @@ def test_the_policy_sees_the_load_and_what_came_of_it(monkeypatch):
     assert engine.run_s == 2.0 * len(decoder.bursts)
 
 
+def test_the_first_bursts_of_an_executable_are_no_measurements(monkeypatch):
+    class Warming(FakeDecoder):
+        def burst(self, *arguments, **named):
+            self.num_warm_ups += len(self.bursts) < 2
+            return super().burst(*arguments, **named)
+
+    decoder, outcomes = Warming(rows=1), []
+    set_clock(monkeypatch, types.SimpleNamespace(perf_counter=lambda: decoder.now_s))
+    policy = types.SimpleNamespace(
+        max_speculative_tokens=0, choose=Fixed(0).choose, observe=outcomes.append
+    )
+    run(decoder, [5 * fake_decoder.BURST_STEPS], policy=policy)
+    assert [outcome.seconds is None for outcome in outcomes] == [True, True, False, False, False]
+
+
 @pytest.mark.parametrize(
     "sizes",
     [{"num_pages": 64, "pages_per_row": 2}, {"num_pages": 4, "num_shards": 2}],
