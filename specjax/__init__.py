@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from specjax.api.engine import Engine as Engine
     from specjax.api.generation import generate as generate
     from specjax.api.generation import stream as stream
-    from specjax.api.requests import Chat as Chat
     from specjax.api.results import Chunk as Chunk
     from specjax.api.results import Completion as Completion
     from specjax.api.results import Generation as Generation
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from specjax.rl.stream import RolloutStream as RolloutStream
     from specjax.rl.stream import rollout_stream as rollout_stream
     from specjax.rl.turns import rollout_turns as rollout_turns
+    from specjax.text.chat import Chat as Chat
     from specjax.training.adapter import AdapterState as AdapterState
     from specjax.training.adapter import AdapterStats as AdapterStats
     from specjax.training.adapter import DrafterAdapter as DrafterAdapter
@@ -150,7 +150,7 @@ _HOME = {
     "Model": "specjax.models.base",
     "ModelConfig": "specjax.models.base",
     "load_model": "specjax.models.loading",
-    "Chat": "specjax.api.requests",
+    "Chat": "specjax.text.chat",
     "Chunk": "specjax.api.results",
     "Completion": "specjax.api.results",
     "Generation": "specjax.api.results",

@@ -20,26 +20,8 @@ from specjax.engine.output_text import text_after
 from specjax.engine.request import Request
 from specjax.models.base import Model
 from specjax.sampling import row_values
+from specjax.text.chat import Chat
 from specjax.types import BY_LAW, DELTA
-
-
-class Chat:
-    """A prompt of chat messages with arguments of the chat template.
-
-    It stands wherever a prompt does: `generate(target, [Chat(messages, tools=[now])])`. A list of
-    messages is the same without arguments.
-    """
-
-    def __init__(self, messages: Sequence[Mapping[str, Any]], **arguments: Any):
-        """Takes messages, and arguments as of `Tokenizer.encode_chat`: tools, documents,
-        chat_template, add_generation_prompt, continue_final_message, variables."""
-        self.messages = messages
-        self.arguments = arguments
-
-    def __repr__(self) -> str:
-        more = "".join(f", {name}={value!r:.60}" for name, value in self.arguments.items())
-        return f"Chat({self.messages!r:.200}{more})"
-
 
 # Text, the messages of a chat, or token ids.
 Prompt = str | Chat | Sequence[Mapping[str, Any]] | Sequence[int]

@@ -62,6 +62,13 @@ def add_parser(commands: Any) -> None:
         "or messages, and sampling parameters of its own",
     )
     parser.add_argument("--chat", action="store_true", help="send text through the chat template")
+    parser.add_argument(
+        "--chat-arguments",
+        type=prompts.chat_arguments,
+        metavar="JSON",
+        help='of the template, for every chat: {"enable_thinking": false, "tools": [...], '
+        '"chat_template": "a name or a text", "continue_final_message": true}',
+    )
     _add_model_options(parser)
     sampling_arguments.add_options(parser)
     _add_output_options(parser)
@@ -157,7 +164,12 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns the exit code."""
-    entries = prompts.collect(arguments.prompts, arguments.prompts_file, is_chat=arguments.chat)
+    entries = prompts.collect(
+        arguments.prompts,
+        arguments.prompts_file,
+        is_chat=arguments.chat,
+        chat_arguments=arguments.chat_arguments,
+    )
     speculation = speculation_config(arguments)
     comparison.check(arguments, speculation)
     if len(entries) == 1 and getattr(arguments, "n", 1) == 1:
@@ -368,6 +380,7 @@ def _writer(arguments: argparse.Namespace) -> terminal.TextWriter:
 def _write_prompt(writer: terminal.TextWriter, prompt) -> None:
     if not writer.shows_prompts:
         return
+    prompt = getattr(prompt, "messages", prompt)
     if isinstance(prompt, str):
         writer.prompt(prompt)
     elif prompt and isinstance(prompt[0], Mapping):

@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specjax.cli import sampling_arguments
+from specjax.text.chat import Chat
+
+# Keys beside "messages", as of the OpenAI API and of vLLM.
+CHAT_KEYS = (
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+)
 
 
 class PromptEntry(NamedTuple):
     """One prompt, its sampling parameters and its source."""
 
-    prompt: str | list[int] | list[dict[str, Any]]
+    prompt: str | list[int] | list[dict[str, Any]] | Chat
     sampling: dict[str, Any]  # fields of SamplingParams that it sets itself
     source: str  # "FILE line 3", empty for the command line
 
 
-def collect(texts: Sequence[str], path: str | None, *, is_chat: bool) -> list[PromptEntry]:
+def collect(
+    texts: Sequence[str],
+    path: str | None,
+    *,
+    is_chat: bool,
+    chat_arguments: Mapping[str, Any] | None = None,
+) -> list[PromptEntry]:
     """Returns the prompts of the command line, then those of a file.
 
     Args:
       path: a file with a JSON value per line, "-" for stdin.
       is_chat: wrap prompts that are text into a message of the user.
+      chat_arguments: of the template, for every chat; a line's own win.
 
     Raises:
       ValueError: there is no prompt, or a line of the file is wrong; it is named.
@@ -37,6 +56,8 @@ def collect(texts: Sequence[str], path: str | None, *, is_chat: bool) -> list[Pr
         )
     if is_chat:
         entries = [_as_chat(entry) for entry in entries]
+    if chat_arguments:
+        entries = [_with_arguments(entry, chat_arguments) for entry in entries]
     return entries
 
 
@@ -81,7 +102,7 @@ def parse_line(line: str) -> tuple[Any, dict[str, Any]]:
     """Returns a prompt and the sampling parameters beside it.
 
     A line is a JSON string, or an object with "prompt" (text or token ids) or
-    "messages" (of a chat), and any sampling parameters.
+    "messages" (of a chat, with CHAT_KEYS beside it), and any sampling parameters.
 
     Raises:
       ValueError: it is neither.
@@ -107,7 +128,38 @@ def parse_line(line: str) -> tuple[Any, dict[str, Any]]:
         raise ValueError("messages must be a list of objects with role and content.")
     if not is_chat and not _is_plain(prompt):
         raise ValueError("prompt must be a string or a list of token ids.")
+    if is_chat and (arguments := _chat_arguments(value)):
+        prompt = Chat(prompt, **arguments)
     return prompt, sampling_arguments.from_json(value)
+
+
+def chat_arguments(text: str) -> dict[str, Any]:
+    """Returns the arguments of the template that the command line gives as JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.100} is no JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r:.100} is no JSON object")
+    return value
+
+
+def _chat_arguments(value: dict[str, Any]) -> dict[str, Any]:
+    """Takes the arguments of a chat's template out of an object."""
+    arguments = {key: value.pop(key) for key in CHAT_KEYS if key in value}
+    more = arguments.pop("chat_template_kwargs", {})
+    if not isinstance(more, dict):
+        raise ValueError(f"chat_template_kwargs is {more!r:.100}, expected an object.")
+    return arguments | more
+
+
+def _with_arguments(entry: PromptEntry, arguments: Mapping[str, Any]) -> PromptEntry:
+    prompt: Any = entry.prompt
+    if not isinstance(prompt, Chat):
+        if not _is_chat(prompt):
+            return entry
+        prompt = Chat(prompt)
+    return entry._replace(prompt=Chat(prompt.messages, **{**arguments, **prompt.arguments}))
 
 
 def _is_chat(value: Any) -> bool:

@@ -188,6 +188,7 @@ def _seconds(value: float) -> str:
 
 def first_line(prompt: Any, limit: int = 60) -> str:
     """Returns a prompt's first words, for a header."""
+    prompt = getattr(prompt, "messages", prompt)
     if isinstance(prompt, str):
         text = prompt
     elif prompt and isinstance(prompt[0], dict):

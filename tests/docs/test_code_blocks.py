@@ -39,6 +39,7 @@ OTHER_PROGRAMS = {"git", "cd", "pytest", "pre-commit", "mkdocs", "export", ".ci/
 # Reasons for not running a block: what it needs and a test must not.
 NEEDS = (
     "needs a TPU",
+    "needs a model with a chat template",
     "needs a GPU",
     "needs the network",
     "needs the tunix extra",

@@ -12,7 +12,7 @@ import pytest
 
 from specjax import SamplingParams, demo
 from specjax.api.requests import default_sampling
-from specjax.cli import generate_command, prompts, sampling_arguments
+from specjax.cli import generate_command, prompts, sampling_arguments, terminal
 from specjax.cli.main import build_parser, main
 from specjax.models.hf_config import SAMPLING_KEYS
 
@@ -313,10 +313,38 @@ def test_chat_wraps_text():
     assert entry.prompt == [{"role": "user", "content": "hi"}]
 
 
+def test_a_line_may_hold_arguments_of_the_template(tmp_path):
+    messages = [{"role": "user", "content": "hi"}]
+    more = {"tools": [{"name": "now"}], "continue_final_message": True, "max_tokens": 3}
+    more["chat_template_kwargs"] = {"enable_thinking": False}
+    path = write_lines(tmp_path, json.dumps({"messages": messages} | more), '"text"')
+    chat, text = prompts.collect(["a"], path, is_chat=False)[1:]
+    assert (chat.prompt.messages, chat.sampling) == (messages, {"max_tokens": 3})
+    expected = {"tools": more["tools"], "continue_final_message": True, "enable_thinking": False}
+    assert chat.prompt.arguments == expected
+    for_all = {"enable_thinking": True, "documents": []}
+    entries = prompts.collect(["a"], path, is_chat=True, chat_arguments=for_all)
+    assert [each.prompt.arguments for each in entries] == [
+        for_all, for_all | expected, for_all,
+    ]  # fmt: skip
+    assert prompts.collect(["a"], None, is_chat=False, chat_arguments=for_all)[0].prompt == "a"
+    assert terminal.first_line(entries[0].prompt) == "a"
+    assert text.prompt == "text"
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", "5"])
+def test_arguments_of_the_template_are_an_object(text, capsys):
+    with pytest.raises(SystemExit):
+        parse("generate", "--chat-arguments", text)
+    assert "is no JSON" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "line, message",
     [
         ("hello", "no JSON"),
+        ('{"messages": [{"role": "user"}], "chat_template_kwargs": 5}', "expected an object"),
+        ('{"prompt": "a", "tools": []}', "'tools' is no sampling parameter"),
         ("5", "a int is no prompt"),
         ("{}", "exactly one"),
         ('{"prompt": "a", "messages": []}', "exactly one"),

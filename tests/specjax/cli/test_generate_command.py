@@ -220,6 +220,8 @@ def test_chat(run):
     _, chat, _ = run("w5 w6", "--chat")
     _, plain, _ = run("w5 w6 w9")  # what the template writes
     assert chat == plain
+    template = {"chat_template": "{{ messages[0].content }} {{ last }}", "last": "w9"}
+    assert run("w5 w6", "--chat", "--chat-arguments", json.dumps(template))[1] == plain
 
 
 def test_model_without_tokenizer_takes_and_gives_ids(run, untokenized_folder, tmp_path):
