@@ -20,7 +20,7 @@ from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.layouts.named import NAMES
 from specjax.layouts.tables import Layout
 from specjax.models.base import Json, Model, ModelConfig
-from specjax.models.hf_config import read_config, sampling_defaults
+from specjax.models.hf_config import read_config, sampling_defaults, with_eos_of
 from specjax.models.loading import resolve_folder, weight_dtype
 from specjax.models.mesh_axes import MeshAxisMap, mapped
 from specjax.runtime.jax_settings import entrance
@@ -158,7 +158,9 @@ def _given(
         )
     folder = resolve_folder(config)
     read, defaults = read_config(folder)
-    return read, Tokenizer.from_folder(folder), defaults, os.path.basename(os.fspath(config))
+    tokenizer = Tokenizer.from_folder(folder)
+    read, _ = with_eos_of(read, tokenizer)  # as load_model has it
+    return read, tokenizer, defaults, os.path.basename(os.fspath(config))
 
 
 def _check_for_trainers(

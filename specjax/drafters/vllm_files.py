@@ -1,6 +1,6 @@
 """Heads as vLLM converts them: names with a prefix, norms that are not used, a part of the tokens.
 
-Source: vLLM's `medusa` and `eagle` configs and their loaders, those of EAGLE until 0.8 (behaviour).
+Source: the loaders of vLLM for its `medusa` and `eagle` configs, before 0.33 (behaviour).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 from specjax.drafters.head_files import TARGET_IDS, Head
 from specjax.models import two_places
 from specjax.models.base import ModelConfig
-from specjax.models.config_values import flag, shown, size
+from specjax.models.config_values import flag, optional_number, shown, size
 
 TOKEN_MAP = "token_map"
 # What vLLM's EAGLE leaves out unless `model` says otherwise; files have them all the same.
@@ -35,6 +35,8 @@ def plain_eagle(head: Head) -> tuple[Head, tuple[str, ...]]:
             raise ValueError(
                 f"{key}={shown(raw[key])} is not supported: its head has norms that EAGLE has not."
             )
+    if optional_number(raw, "logit_scale") not in (None, 1.0):
+        raise ValueError(f"logit_scale={shown(raw['logit_scale'])} is not supported; expected 1.")
     tensors = {_bare(name): tensor for name, tensor in head.tensors.items()}
     if len(tensors) != len(head.tensors):
         raise ValueError("two tensors have one name but for its prefix; use the file as published.")
