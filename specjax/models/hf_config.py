@@ -75,6 +75,12 @@ def read_folder(folder: str | Path) -> FolderConfig:
     notes = []
     if left := unread(raw, raw.asked):
         notes.append(_unused(path, left, f"a {config.family} model"))
+    own_class = class_names().get(raw.get("model_type") or "")
+    if raw.get("auto_map") and own_class and own_class not in (raw.get("architectures") or ()):
+        notes.append(
+            f"{path} names a class of its own code (auto_map), which is not run: the model is read "
+            f"as {config.family}."
+        )
     generation_path = find_file(folder, "generation_config.json")
     if generation_path is None:
         return FolderConfig(config, {}, tuple(notes))

@@ -360,6 +360,9 @@ def _(folders):
             model, tensors, _ = open_model(folder, "model")
             check_tensors(folder, model.config, tensors)
             assert model.config.family == family
+    own = {"architectures": ["MyForCausalLM"], "auto_map": {"AutoModelForCausalLM": "my.My"}}
+    noted(folders.of(**own), "own code .auto_map., which is not run: the model is read as llama")
+    silent(folders.of(auto_map=own["auto_map"]))
     no_type = {k: v for k, v in LLAMA.items() if k != "model_type"}
     assert parse_config(no_type | {"architectures": ["LLaMAForCausalLM"]}) == parse_config(LLAMA)
     others = ["LlamaForSequenceClassification", "LlamaForCausalLMEagle3", "EagleLlamaModel"]
