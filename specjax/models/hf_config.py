@@ -41,11 +41,17 @@ SAMPLING_KEYS = (
 
 
 class FolderConfig(NamedTuple):
-    """What the JSON files of a folder say, and what they say that is not used."""
+    """What the JSON files of a folder say.
+
+    Attributes:
+      notes: on what they say that is not used.
+      other_eos_ids: what config.json says ends a text, and generation_config.json does not.
+    """
 
     config: ModelConfig
     generation_defaults: dict[str, Any]
     notes: tuple[str, ...]
+    other_eos_ids: tuple[int, ...] = ()
 
 
 def read_config(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
@@ -89,15 +95,12 @@ def read_folder(folder: str | Path) -> FolderConfig:
     if left := unread_in_generation(generation, (*SAMPLING_KEYS, "eos_token_id"), context):
         notes.append(_unused(generation_path, left, "specjax"))
     try:
+        others = ()
         if generation.get("eos_token_id") is not None:
             eos = token_ids(generation, config.vocab_size)
-            if over := sorted({*config.eos_token_ids} - {*eos}):
-                notes.append(
-                    f"{path} says eos_token_id={over}, and {generation_path.name} {list(eos)}: the "
-                    "latter alone end a text."
-                )
+            others = tuple(one for one in config.eos_token_ids if one not in eos)
             config = dataclasses.replace(config, eos_token_ids=eos)
-        return FolderConfig(config, sampling_defaults(generation), tuple(notes))
+        return FolderConfig(config, sampling_defaults(generation), tuple(notes), others)
     except ValueError as error:
         raise ValueError(f"{generation_path}: {error!s:.1000}") from error
 

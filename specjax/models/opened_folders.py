@@ -35,6 +35,11 @@ def open_model(folder: Path, name: str) -> tuple[Model, Mapping[str, np.ndarray]
     config, note = with_eos_of(read.config, tokenizer)
     tensors = open_folder(folder)
     notes = [*read.notes, *filter(None, [note, _adapter_note(folder)])]
+    if lost := [one for one in read.other_eos_ids if one not in config.eos_token_ids]:
+        notes.append(
+            f"{folder}/config.json says eos_token_id={lost}, which generation_config.json does not "
+            "name: a text does not end there."
+        )
     if tokenizer is not None:
         notes += _tokenizer_notes(folder, config, tokenizer)
     if stores_own_head(config, tensors):

@@ -411,7 +411,7 @@ def _(folders):
 def _(folders):
     for own, also in ((2, 7), ([2, 3], [3, 7]), ([2, 7], 7)):
         folder = folders.of(eos_token_id=own, generation={"eos_token_id": also})
-        model = noted(folder, r"eos_token_id=\[2.*the latter alone end a text")
+        model = noted(folder, r"eos_token_id=\[2.*: a text does not end there")
         assert model.config.eos_token_ids == tuple(also if isinstance(also, list) else [also])
     folder = folders.of(eos_token_id=2, generation={"eos_token_id": [2, 7]})
     assert silent(folder).config.eos_token_ids == (2, 7)
@@ -439,6 +439,9 @@ def _(folders):
     assert ends(_add_tokenizer(of(eos_token_id=2))) == (2,)
     both = folders.of(eos_token_id=2, generation={"eos_token_id": [2, 3]})
     assert ends(_add_tokenizer(both, eos_token="t4")) == (2, 3, 4)
+    # What generation_config.json leaves out of config.json's is the tokenizer's.
+    left_out = folders.of(eos_token_id=4, generation={"eos_token_id": 2})
+    assert ends(_add_tokenizer(left_out, eos_token="t4")) == (2, 4)
     beyond = _add_tokenizer(of(eos_token_id=2), tokens=101, eos_token="t100")
     model, _, notes = open_model(beyond, "model")
     assert model.config.eos_token_ids == (2,)
