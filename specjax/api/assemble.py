@@ -32,7 +32,8 @@ from specjax.api.stack_level import of_the_caller
 from specjax.config.checks import is_int
 from specjax.config.engine import EngineConfig
 from specjax.config.gate import SpeculationGate, gate_tokens
-from specjax.config.names import BY_NAME, suggestion
+from specjax.config.keywords import made
+from specjax.config.names import BY_NAME
 from specjax.config.rules import Rule
 from specjax.config.speculation import SpeculationConfig
 from specjax.configs.devices import of_kind
@@ -133,7 +134,7 @@ class Setup:
             sharding.validate(model.config, mesh)
         with sharding.lowered(mesh):
             own = with_page_size(
-                engine_config(engine),
+                made(EngineConfig, engine, "engine"),
                 model.config,
                 dtype_of(model.params) or jnp.float32,
                 kv_shards=sharding.axis_size(mesh, sharding.TENSOR),
@@ -696,31 +697,6 @@ def acceptance_kind(requests: Iterable[Request]) -> str:
     """Returns the kind of sampling of some requests: GREEDY, SAMPLED or MIXED."""
     kinds = {r.params.temperature == 0 for r in requests}
     return MIXED if len(kinds) != 1 else GREEDY if kinds.pop() else SAMPLED
-
-
-def engine_config(given: Any) -> EngineConfig:
-    """Returns a config from one, from a mapping of its fields, or from nothing.
-
-    Raises:
-      ValueError: `given` is none of these, or a key is no field.
-    """
-    if isinstance(given, EngineConfig):
-        return given
-    if given is None:
-        return EngineConfig()
-    if not isinstance(given, Mapping):
-        raise ValueError(
-            f"engine={given!r:.200} must be an EngineConfig or a mapping of its fields, as "
-            "EngineConfig(max_rows=8)."
-        )
-    fields = [field.name for field in dataclasses.fields(EngineConfig)]
-    for name in given:
-        if name not in fields:
-            raise ValueError(
-                f"engine has the key {name!r}{suggestion(str(name), fields)}, which is no "
-                f"field of EngineConfig; expected any of {', '.join(fields)}."
-            )
-    return EngineConfig(**given)
 
 
 def _warn_of_context(target: Model, engine: EngineConfig) -> None:

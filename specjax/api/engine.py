@@ -26,8 +26,9 @@ from specjax.api.results import Chunk, GenerationStats, lossy_rule
 from specjax.api.turns import Turns
 from specjax.config.checks import is_int, is_number
 from specjax.config.engine import EngineConfig
+from specjax.config.keywords import checks_keywords, keyword_check
 from specjax.config.rules import Rule
-from specjax.config.sampling import SamplingParams
+from specjax.config.sampling import SamplingSource
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import DrafterSource, LoadedDrafter
 from specjax.engine.adapting import AdaptStats
@@ -64,7 +65,7 @@ class Engine:
     Methods may be called from several threads.
     """
 
-    @entrance("specjax.Engine")
+    @entrance("specjax.Engine", keyword_check)
     def __init__(
         self,
         target: Model | str | os.PathLike[str],
@@ -141,10 +142,11 @@ class Engine:
         self._totals = _Totals()
         self._alarm = AcceptanceAlarm(setup.drafter, setup.speculation.verification)
 
+    @checks_keywords
     def add(
         self,
         prompt: Prompt,
-        sampling: SamplingParams | None = None,
+        sampling: SamplingSource | None = None,
         *,
         priority: int = 0,
         deadline_s: float | None = None,
@@ -152,7 +154,7 @@ class Engine:
         """Queues a prompt.
 
         Args:
-          sampling: by default that of the model's generation_config.json.
+          sampling: as for `generate`, of one prompt.
           priority: the lowest goes first; equal priorities are served by arrival.
           deadline_s: seconds from now after which it ends with the tokens it has.
 
@@ -215,7 +217,7 @@ class Engine:
         return True
 
     def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, **arguments: Any
+        self, prompt: Prompt, sampling: SamplingSource | None = None, **arguments: Any
     ) -> Iterator[Chunk]:
         """Yields the chunks of a prompt, stepping as needed; arguments as `add`.
 
@@ -239,7 +241,7 @@ class Engine:
             self._leave(request_id)
 
     async def astream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, **arguments: Any
+        self, prompt: Prompt, sampling: SamplingSource | None = None, **arguments: Any
     ) -> AsyncIterator[Chunk]:
         """Like `stream`, for asyncio: one thread of the engine runs the steps of all streams."""
         # In another thread: neither the event loop nor the steps wait for tokenising.
@@ -438,7 +440,7 @@ class Engine:
         except TypeError as error:
             raise ValueError(str(error)) from error
 
-    def _made(self, prompt: Prompt, sampling: SamplingParams | None) -> list[Request]:
+    def _made(self, prompt: Prompt, sampling: SamplingSource | None) -> list[Request]:
         """Returns the samples of one prompt; raises ValueError if one cannot be served."""
         requests, refused = self._setup.requests([prompt], sampling, num_before=self._num_added)
         if refused:
@@ -456,10 +458,11 @@ class Engine:
             self._running_loop.check(request)
         return requests
 
+    @checks_keywords
     def _add(
         self,
         prompt: Prompt,
-        sampling: SamplingParams | None,
+        sampling: SamplingSource | None,
         priority: int = 0,
         *,
         deadline_s: float | None = None,

@@ -23,7 +23,8 @@ from specjax.api.results import (
     self_check_of,
 )
 from specjax.config.engine import EngineConfig
-from specjax.config.sampling import SamplingParams
+from specjax.config.keywords import checks_keywords, keyword_check
+from specjax.config.sampling import SamplingSource
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import DrafterSource
 from specjax.engine.request import AcceptanceCounts
@@ -35,13 +36,13 @@ from specjax.runtime.jax_settings import entrance
 from specjax.runtime.progress import Progress, Report
 
 
-@entrance("specjax.generate")
+@entrance("specjax.generate", keyword_check)
 def generate(
     target: Model | str | os.PathLike[str],
     prompts: Prompt | Sequence[Prompt],
     *,
     drafter: DrafterSource = None,
-    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    sampling: SamplingSource | Sequence[SamplingSource] | None = None,
     verification: str | None = None,
     num_speculative_tokens: int | None = None,
     speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
@@ -61,9 +62,10 @@ def generate(
       prompts: one prompt or many, of any lengths: text, chat messages, or token ids.
       drafter: None, "ngram", "demo", a folder, a Model, a DrafterSpec of your own, or what
         load_drafter returned.
-      sampling: for all prompts, or one per prompt; by default that of the model's
-        generation_config.json. Output that reaches the end of the context stops there, with
-        finish_reason "length" and fewer than max_tokens.
+      sampling: SamplingParams, or a mapping of some as {"max_tokens": 64}, for all prompts, or
+        one per prompt. Temperature, top-k, top-p, min-p and penalties that it leaves open are
+        those of the model's generation_config.json. Output that reaches the end of the context
+        stops there, with finish_reason "length" and fewer than max_tokens.
       verification: "seeded" (default), "greedy", "delta", "rejection", "block" or
         "traversal"; "lenient", "typical" and "synthetic" are lossy, and results say so.
         For a drafter without probabilities (n-gram), `rejection` to `lenient` run as `delta`.
@@ -125,13 +127,14 @@ def stream(
 class Stream:
     """A running generation."""
 
+    @checks_keywords
     def __init__(
         self,
         target: Model | str | os.PathLike[str],
         prompts: Prompt | Sequence[Prompt],
         *,
         drafter: DrafterSource = None,
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling: SamplingSource | Sequence[SamplingSource] | None = None,
         verification: str | None = None,
         num_speculative_tokens: int | None = None,
         speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
 import secrets
 import warnings
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.config.engine import EngineConfig
+from specjax.config.keywords import made
 from specjax.config.rules import Rule
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
@@ -57,31 +57,31 @@ def as_list(prompts: Any) -> list[Any]:
     return [prompts] if is_one else prompts
 
 
-def default_sampling(generation_defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of SamplingParams that a model's generation_config.json sets."""
-    if generation_defaults.get("do_sample") is False:
-        return {"temperature": 0.0}
-    known = {field.name for field in dataclasses.fields(SamplingParams)}
-    return {key: value for key, value in generation_defaults.items() if key in known}
+def one_each(sampling: Any, target: Model, num_prompts: int) -> list[SamplingParams | ValueError]:
+    """Returns sampling parameters per prompt from none, one for all, or one per prompt.
 
+    What they leave open is as the model's generation defaults say. In place of one of several that
+    is wrong stands its error.
 
-def one_each(sampling: Any, target: Model, num_prompts: int) -> list[SamplingParams]:
-    """Returns sampling parameters per prompt from none, one for all, or one per prompt."""
-    if sampling is None:
-        sampling = SamplingParams(**default_sampling(target.generation_defaults))
-    if isinstance(sampling, SamplingParams):
-        return [sampling] * num_prompts
-    if isinstance(sampling, Mapping | str) or not isinstance(sampling, Sequence):
-        raise ValueError(
-            f"sampling must be a SamplingParams or a list of them, got {type(sampling).__name__}; "
-            "write SamplingParams(temperature=0, ...)."
-        )
+    Raises:
+      ValueError: one for all is wrong, or there are not as many as prompts.
+    """
+    if not isinstance(sampling, Sequence) or isinstance(sampling, str):
+        own = made(SamplingParams, sampling, "sampling").filled(target.generation_defaults)
+        return [own] * num_prompts
     if len(sampling) != num_prompts:
         raise ValueError(
             f"{len(sampling)} sampling parameters were given for {num_prompts} prompts; "
             "pass one for all, or one per prompt."
         )
-    return list(sampling)
+    return [_own_sampling(each, target) for each in sampling]
+
+
+def _own_sampling(given: Any, target: Model) -> SamplingParams | ValueError:
+    try:
+        return made(SamplingParams, given, "sampling").filled(target.generation_defaults)
+    except ValueError as error:
+        return error
 
 
 def make_requests(
@@ -108,8 +108,6 @@ def make_requests(
         try:
             if isinstance(params, ValueError):
                 raise params
-            if not isinstance(params, SamplingParams):
-                raise ValueError(f"sampling holds {params!r}; expected SamplingParams.")
             requests += _of_prompt(
                 target,
                 index,

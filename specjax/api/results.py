@@ -11,6 +11,7 @@ from typing import Any
 from specjax.api.plots import draw_decisions
 from specjax.api.requests import Refused
 from specjax.config.rules import LOSSY_RULES, Rule
+from specjax.config.sampling import SamplingParams
 from specjax.engine.lineage import CacheFill
 from specjax.engine.metrics import BurstRecord
 from specjax.engine.request import (
@@ -47,6 +48,8 @@ class Completion:
     # Where finish_reason is "stop": the stop string that ended the text, or the id of the
     # token that did, of stop_token_ids or the model's end of text.
     stop_reason: int | str | None = None
+    # With which it was drawn, and the model's generation defaults among them; None where refused.
+    sampling: SamplingParams | None = None
     # Version of the weights that drew each token: see Engine.update_params.
     params_versions: list[int] = dataclasses.field(default_factory=list)
     # Which weights computed keys and values before tokens were drawn: of the prompt first.
@@ -251,6 +254,7 @@ def completion_of(request: Request) -> Completion:
         lossy=lossy_rule(request),
         self_check=request.self_check if request.params.self_check else None,
         stop_reason=request.stop_reason,
+        sampling=request.params,
         params_versions=request.lineage.versions(0, len(request.output_token_ids)),
         cache_fills=tuple(request.lineage.fills),
     )

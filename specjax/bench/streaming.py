@@ -51,7 +51,9 @@ class Feed:
             drafter=options.drafter,
             engine=specjax.EngineConfig(max_rows=options.rows, max_context=context),
         )
-        self._sampling = specjax.SamplingParams(max_tokens=MAX_TOKENS, stop=STOP, seed=0)
+        self._sampling = specjax.SamplingParams(
+            temperature=1.0, max_tokens=MAX_TOKENS, stop=STOP, seed=0
+        )
 
     def forget(self) -> None:
         """Drops pages and text of earlier rounds."""

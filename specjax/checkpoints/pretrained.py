@@ -20,6 +20,7 @@ from specjax.checkpoints.pretrained_folder import (
     write_json,
 )
 from specjax.checkpoints.stored_tree import listed
+from specjax.config.keywords import keyword_check
 from specjax.drafters.head_writing import AUTO
 from specjax.drafters.loading import LoadedDrafter
 from specjax.drafters.spec import ModelDrafter
@@ -34,7 +35,7 @@ from specjax.runtime.model_files import find_file, read_json
 from specjax.runtime.whole_folders import written_whole
 
 
-@entrance("specjax.save_pretrained")
+@entrance("specjax.save_pretrained", keyword_check)
 def save_pretrained(
     model: Model | LoadedDrafter,
     folder: str | os.PathLike[str],

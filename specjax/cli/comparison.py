@@ -43,7 +43,6 @@ def check(arguments: argparse.Namespace, config: SpeculationConfig) -> None:
 def is_wanted(
     arguments: argparse.Namespace,
     is_streamed: bool,
-    sampling: Sequence[SamplingParams],
     result: Generation,
 ) -> bool:
     """Returns whether a run is compared: on request, or one prompt of the embedded model.
@@ -53,7 +52,9 @@ def is_wanted(
     stats = result.stats
     if any(completion.error is not None for completion in result):
         return False
-    if any((each.verification or stats.verification) not in SAME_TEXT for each in sampling):
+    own = (completion.sampling for completion in result)
+    rules = {each.verification or stats.verification for each in own if each is not None}
+    if not rules.issubset(SAME_TEXT):
         return False
     if arguments.compare is None:
         return arguments.model == DEMO and is_streamed and stats.acceptance.num_drafted > 0
@@ -63,7 +64,6 @@ def is_wanted(
 def of(
     target: Model,
     entries: Sequence[PromptEntry],
-    sampling: Sequence[SamplingParams],
     result: Generation,
     call: Mapping[str, Any],
 ) -> str:
@@ -78,8 +78,8 @@ def of(
     """
     from specjax.api import generation
 
-    seeds = {completion.prompt_index: completion.seed for completion in result}
-    own = [dataclasses.replace(each, seed=seeds[i]) for i, each in enumerate(sampling)]
+    given = [(each.sampling or SamplingParams(), each.seed) for each in result]
+    own = [dataclasses.replace(params, seed=seed) for params, seed in given]
     prompts = [entry.prompt for entry in entries]
     plainly = {**call, "drafter": NO_DRAFTER, "speculative_config": None}
     undrafted = [dataclasses.replace(each, num_speculative_tokens=None) for each in own]

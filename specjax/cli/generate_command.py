@@ -22,7 +22,6 @@ from specjax.cli.parser import layer_ids
 from specjax.config.engine import ACTIVATION_DTYPES, KV_CACHE_DTYPES, NUMERICS, EngineConfig
 from specjax.config.names import BY_NAME, DRAFTERS, NO_DRAFTER, check_drafter
 from specjax.config.rules import VERIFICATION_RULES
-from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from specjax.config.vllm_json import HEADS
 
@@ -250,14 +249,15 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
         status.clear()
         for note in drafter.notes:  # a wrong guess is silent otherwise: few drafts are accepted
             print(f"specjax: the drafter {note}", file=sys.stderr)
-    sampling = _sampling(arguments, entries, target)
+    shared = sampling_arguments.given_options(arguments)
+    sampling = [{**shared, **entry.sampling} for entry in entries]
     call: dict[str, Any] = {
         "drafter": drafter,
         "speculative_config": speculation,
         "engine": engine,
         "mesh": mesh,
     }
-    is_streamed = len(entries) == 1 and getattr(sampling[0], "n", 0) == 1 and not arguments.json
+    is_streamed = len(entries) == 1 and sampling[0].get("n", 1) == 1 and not arguments.json
     try:
         if is_streamed:
             stream = generation.stream(
@@ -281,10 +281,10 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
             )
             status.clear()
             _write_result(arguments, entries, result, target, drafter)
-        code = _report(arguments, entries, sampling, result)
-        if comparison.is_wanted(arguments, is_streamed, sampling, result):
+        code = _report(arguments, entries, result)
+        if comparison.is_wanted(arguments, is_streamed, result):
             status.show("decoding again with and without drafts, to compare")
-            line = comparison.of(target, entries, sampling, result, call)
+            line = comparison.of(target, entries, result, call)
             status.clear()
             print(line, file=sys.stderr)
     except ValueError as error:
@@ -311,25 +311,6 @@ def _load(arguments: argparse.Namespace, config: SpeculationConfig, engine: Engi
     options = {"engine": engine, "mesh": mesh, "dtype": arguments.dtype}
     draft = load_draft_model(source, target, config, **options)
     return target, load_drafter(draft, target, config)
-
-
-def _sampling(arguments, entries, target: Model) -> list[Any]:
-    """Returns each prompt's parameters: the model's, then the options, then its own.
-
-    For a line with invalid parameters it returns the error instead: only its prompt fails.
-    """
-    from specjax.api.requests import default_sampling
-
-    shared = default_sampling(target.generation_defaults)
-    shared |= sampling_arguments.given_options(arguments)
-    return [_own_sampling({**shared, **entry.sampling}) for entry in entries]
-
-
-def _own_sampling(fields: Mapping[str, Any]) -> SamplingParams | ValueError:
-    try:
-        return SamplingParams(**fields)
-    except ValueError as error:
-        return error
 
 
 def _write_stream(arguments, entry, stream, status, *, has_text) -> Generation:
@@ -406,13 +387,13 @@ def _namer(target: Model) -> Callable[[int], str]:
     return lambda token_id: f"{token_id} {text(token_id)!r}"
 
 
-def _report(arguments, entries, sampling, result: Generation) -> int:
+def _report(arguments, entries, result: Generation) -> int:
     """Writes failures and measurements to stderr; returns the exit code."""
     failed = [completion for completion in result if completion.error is not None]
     for completion in failed:
         message = _with_source(f"{completion.error}", entries, completion.prompt_index)
         print(f"specjax: error: {message}", file=sys.stderr)
-    _warn_of_cuts(sampling, result)
+    _warn_of_cuts(result)
     if not arguments.json:
         if result.stats.acceptance.num_drafted and terminal.use_color(
             arguments.color, sys.stderr, os.environ
@@ -422,22 +403,24 @@ def _report(arguments, entries, sampling, result: Generation) -> int:
     return 1 if failed else 0
 
 
-def _warn_of_cuts(sampling, result: Generation) -> None:
+def _warn_of_cuts(result: Generation) -> None:
     """Warns of texts that ended at the context limit, before their max_tokens."""
     cut = [
         completion
         for completion in result
         if completion.finish_reason == "length"
-        and len(completion.token_ids) < sampling[completion.prompt_index].max_tokens
+        and completion.sampling is not None
+        and len(completion.token_ids) < completion.sampling.max_tokens
     ]
     if not cut:
         return
     first = cut[0]
+    assert first.sampling is not None
     others = f", and {len(cut) - 1} more texts did" if len(cut) > 1 else ""
     print(
         f"specjax: warning: prompt {first.prompt_index} ended after "
         f"{len(first.token_ids)} of max_tokens="
-        f"{sampling[first.prompt_index].max_tokens} tokens, where its context ended: "
+        f"{first.sampling.max_tokens} tokens, where its context ended: "
         f"{len(first.prompt_token_ids)} tokens of prompt and {len(first.token_ids)} of "
         f"output fill it{others}; shorten the prompt or raise --max-context where the "
         "model takes more.",

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from specjax.config.keywords import INSTEAD, meant
 from specjax.config.names import suggestion
 
 EXIT_BAD_INPUT = 2
@@ -28,13 +29,17 @@ class Parser(argparse.ArgumentParser):
 
     def described(self, unknown: Sequence[str]) -> str:
         """Returns the unknown arguments as text, each option with the closest known one."""
-        options = [name for action in self._actions for name in action.option_strings]
+        options = {
+            _as_keyword(name): name for action in self._actions for name in action.option_strings
+        }
         shown = []
         for argument in unknown:
-            name = argument.partition("=")[0]
-            is_option = name.startswith("--")
-            meant = suggestion(name, options) if is_option else ""
-            shown.append(argument + meant)
+            name = _as_keyword(argument.partition("=")[0])
+            if argument.startswith("--"):
+                near = meant(name, options)
+                argument += f" ({INSTEAD[name]})" if name in INSTEAD else ""
+                argument += "" if near is None else f" (did you mean {options[near]!r}?)"
+            shown.append(argument)
         return " ".join(shown)
 
     def error(self, message: str) -> NoReturn:
@@ -43,6 +48,11 @@ class Parser(argparse.ArgumentParser):
             choices = [choice.strip(" '") for choice in wrong[2].split(",")]
             message += suggestion(wrong[1], choices)
         self.exit(EXIT_BAD_INPUT, f"specjax: error: {message}; see {self.prog} -h\n")
+
+
+def _as_keyword(option: str) -> str:
+    """Returns --max-tokens as the keyword of Python, max_tokens."""
+    return option.lstrip("-").replace("-", "_")
 
 
 def layer_ids(text: str) -> tuple[int, ...]:

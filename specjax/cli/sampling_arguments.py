@@ -8,19 +8,10 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specjax.config.sampling import SamplingParams
+from specjax.config.keywords import advice
+from specjax.config.sampling import OF_MODEL, SamplingParams
 
 DEFAULTS = SamplingParams()
-# Sampling keys of generation_config.json; equals hf_config.SAMPLING_KEYS, without importing jax.
-OF_MODEL = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 
 
 def token_ids(text: str) -> list[int]:
@@ -99,7 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "temperature 0.5.",
     )
     for option in OPTIONS:
-        default = getattr(DEFAULTS, option.field)
+        default = OF_MODEL.get(option.field, getattr(DEFAULTS, option.field))
         of_model = "the model's, else " if option.field in OF_MODEL else ""
         shown = "" if default in (None, (), {}) else f" (default {of_model}{default})"
         group.add_argument(
@@ -144,10 +135,8 @@ def from_json(given: Mapping[str, Any]) -> dict[str, Any]:
 def _field_from_json(key: str, value: Any) -> Any:
     kinds = {field.name for field in dataclasses.fields(SamplingParams)}
     if key not in kinds:
-        raise ValueError(
-            f"{key!r} is no sampling parameter; expected prompt or messages, and any of "
-            f"{', '.join(sorted(kinds))}."
-        )
+        expected = f"; expected prompt or messages, and any of {', '.join(sorted(kinds))}."
+        raise ValueError(f"{key!r} is no sampling parameter{advice(key, kinds, value) or expected}")
     if key == "logit_bias":
         return _bias_from_json(value)
     if key == "stop":

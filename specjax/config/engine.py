@@ -9,6 +9,7 @@ from typing import Any
 
 from pallas_kernels.names import IMPLEMENTATIONS
 from specjax.config.checks import is_int, is_number
+from specjax.config.keywords import holds_fields
 
 NUMERICS = ("fast", "invariant")
 
@@ -50,6 +51,7 @@ _MOST = {
 }
 
 
+@holds_fields("engine")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Sizes of the compiled executables and of the page pool; None is chosen from the requests.

@@ -20,10 +20,10 @@ DEMO_FOLDERS = {
 }
 DEMO_HEADS = ("demo-eagle3", "demo-dspark")
 DRAFTERS = (NO_DRAFTER, *BY_NAME, DEMO, *DEMO_HEADS)
-_SIMILARITY = 0.6  # similarity of names, 0 to 1, from which one is suggested for the other
+SIMILARITY = 0.6  # similarity of names, 0 to 1, from which one is suggested for the other
 
 
-def closest(name: str, known: Iterable[str], similarity: float = _SIMILARITY) -> str | None:
+def closest(name: str, known: Iterable[str], similarity: float = SIMILARITY) -> str | None:
     """Returns the known name that `name` misspells, or None."""
     found = difflib.get_close_matches(name, list(known), 1, similarity)
     return found[0] if found else None

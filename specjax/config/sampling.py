@@ -7,15 +7,36 @@ import math
 import numbers
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from specjax.config.checks import FLOAT32_MAX, is_bias, is_int, is_sized
+from specjax.config.keywords import holds_fields
 from specjax.config.rules import VERIFICATION_RULES, unknown_rule
 
+# What a model's generation_config.json may say, and the values where neither it nor a user does.
+OF_MODEL: Mapping[str, Any] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@holds_fields("sampling")
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class SamplingParams:
     """Sampling parameters of one request, with the names of vLLM's and the order of its steps.
+
+    Wherever they are taken, a mapping of some is taken too: sampling={"max_tokens": 64}.
+
+    What is not given, temperature to frequency_penalty, is as the model's generation_config.json
+    says, and where that says nothing the value in the comment. So do `generate`, `stream`,
+    `Engine` and the command line; `Completion.sampling` has the values that were used. `rollout`
+    and all else of reinforcement learning never look into that file: there it is always the value
+    in the comment, temperature 1 and nothing cut, so that the policy itself is sampled.
 
     Logits pass: allowed ids, bad ids, logit_bias, min_tokens, penalties, temperature, min_p,
     top_k, top_p. All of them work with speculation. Where vLLM and transformers mean something
@@ -38,13 +59,13 @@ class SamplingParams:
       ValueError: at construction, if a value is invalid or two contradict.
     """
 
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0 or -1: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output
-    presence_penalty: float = 0.0  # over output
-    frequency_penalty: float = 0.0  # over output, per occurrence
+    temperature: float | None = None  # 1; 0 is greedy
+    top_k: int | None = None  # 0; 0 or -1: off
+    top_p: float | None = None  # 1
+    min_p: float | None = None  # 0
+    repetition_penalty: float | None = None  # 1; over prompt and output
+    presence_penalty: float | None = None  # 0; over output
+    frequency_penalty: float | None = None  # 0; over output, per occurrence
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     bad_token_ids: Sequence[int] = ()
     allowed_token_ids: Sequence[int] | None = None
@@ -78,6 +99,28 @@ class SamplingParams:
             object.__setattr__(self, "seed", None)
         self.validate()
 
+    def __repr__(self) -> str:
+        """Returns what differs from SamplingParams(), as it is written."""
+        own = (
+            f"{field.name}={value!r}"
+            for field in dataclasses.fields(self)
+            if not _is_default(value := getattr(self, field.name), field)
+        )
+        return f"SamplingParams({', '.join(own)})"
+
+    def filled(self, generation_defaults: Mapping[str, Any]) -> SamplingParams:
+        """Returns these parameters with a value for each that was not given.
+
+        Args:
+          generation_defaults: of the model, which win over the library's: those of OF_MODEL, and
+            do_sample, of which False is temperature 0.
+        """
+        values = {**OF_MODEL, **generation_defaults}
+        if generation_defaults.get("do_sample") is False:
+            values = {**OF_MODEL, "temperature": 0.0}
+        missing = {name: values[name] for name in OF_MODEL if getattr(self, name) is None}
+        return dataclasses.replace(self, **missing) if missing else self
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -102,18 +145,21 @@ class SamplingParams:
         """
         for name, low, high in _RANGES:
             value: Any = getattr(self, name)
+            if value is None and name in OF_MODEL:
+                continue
             is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
             if not is_number or not low <= cast(float, value) <= high:
                 raise ValueError(
                     f"{name}={value!r} is out of range; expected a number from {low} to {high}."
                 )
-        if self.repetition_penalty <= 0:
+        if self.repetition_penalty is not None and self.repetition_penalty <= 0:
             raise ValueError(
                 f"repetition_penalty={self.repetition_penalty!r} must be above 0; 1 is off."
             )
         for name in ("top_k", "min_tokens", "max_tokens", "n"):
-            if not is_int(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number.")
+            value = getattr(self, name)
+            if not is_int(value) and not (value is None and name in OF_MODEL):
+                raise ValueError(f"{name}={value!r} must be a whole number.")
         for name, least in (("logprobs", -1), ("num_speculative_tokens", 0)):
             value = getattr(self, name)
             if value is not None and (not is_int(value) or value < least):
@@ -208,6 +254,9 @@ _SWITCHES = (
     "self_check",
     "entropy",
 )
+# What is taken wherever parameters are.
+SamplingSource: TypeAlias = SamplingParams | Mapping[str, Any]
+
 _RANGES = (
     ("temperature", 0.0, 100.0),
     ("top_k", -1, 2**31 - 1),
@@ -220,3 +269,10 @@ _RANGES = (
     ("max_tokens", 1, 2**31 - 1),
     ("n", 1, 2**16),
 )
+
+
+def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
+    has_factory = field.default is dataclasses.MISSING
+    default = field.default_factory() if has_factory else field.default  # pyright: ignore
+    # Arrays compare element by element.
+    return type(value) is type(default) and bool(value == default)

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from specjax.config import batch_size_table, vllm_json
 from specjax.config.checks import check_store_features, is_int, is_sized
+from specjax.config.keywords import holds_fields
 from specjax.config.names import BY_NAME, MATCHING
 from specjax.config.rules import VERIFICATION_RULES, unknown_rule
 
@@ -86,6 +87,7 @@ def _rank_paths(tree: Any) -> tuple[tuple[int, ...], ...] | None:
     return tuple(paths)
 
 
+@holds_fields("speculative_config")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
     """The configuration of speculation: the drafter, K, and the verification rule.
@@ -251,7 +253,7 @@ class SpeculationConfig:
             warnings.warn(
                 f"{batch_size_table.NAME} asks for K = {batch_size_table.most(table)}, and "
                 f"num_speculative_tokens={most} is the most; raise it, or no more is drafted.",
-                stacklevel=4,
+                stacklevel=5,
             )
             table = batch_size_table.at_most(table, most)
         object.__setattr__(self, batch_size_table.NAME, table)

@@ -12,7 +12,8 @@ import numbers
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specjax.config.names import BY_NAME, SELF_DRAFTING, closest, suggestion
+from specjax.config.keywords import advice, meant
+from specjax.config.names import BY_NAME, SELF_DRAFTING, suggestion
 
 # Over the hidden states of a target.
 HEADS = ("eagle", "eagle3", "mtp", "dflash", "dspark", "medusa", "mlp_speculator")
@@ -67,14 +68,15 @@ def read(given: str | Mapping[str, Any], defaults: Mapping[str, Any]) -> Reading
     if reasons:
         warnings.append(f"{_NAME}: has no use for {'; '.join(reasons)}.")
     if unknown:
-        warnings.append(f"{_NAME}: ignored unknown keys {', '.join(unknown)}.")
+        told = (f"{key}{advice(key, (), left[key])}" for key in unknown)
+        warnings.append(f"{_NAME}: ignored unknown keys {', '.join(told)}.")
     return Reading(fields, tuple(warnings))
 
 
 def _refuse_misspelt(unknown: Sequence[str], known: Collection[str]) -> None:
-    """Raises ValueError for keys that resemble known ones; others may be new in vLLM."""
-    meant = {key: closest(key, known, _SAME_KEY) for key in unknown}
-    wrong = [f"{key!r} (did you mean {name!r}?)" for key, name in meant.items() if name]
+    """Raises ValueError for keys that mean or resemble known ones; others may be new in vLLM."""
+    names = {key: meant(key, known, _SAME_KEY) for key in unknown}
+    wrong = [f"{key!r} (did you mean {name!r}?)" for key, name in names.items() if name]
     if wrong:
         raise ValueError(f"{_NAME} has no key {', '.join(wrong)}; correct it.")
 

@@ -107,11 +107,12 @@ class Windows:
         request = row.request
         if request.finish_reason == "error":
             return
+        temperature = request.params.filled({}).temperature or 0.0
         text = KeptText(
             window=window,
             token_ids=tuple(row.token_ids[start : start + max(count, 0)]),
             first_learned=max(len(request.prompt_token_ids) - start, 0),
-            temperature=float(request.params.temperature),
+            temperature=float(temperature),
             rule=int(request.rule),
             number=next(self._numbers),
         )

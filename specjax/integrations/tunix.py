@@ -18,10 +18,10 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import specjax
-from specjax.api.assemble import engine_config
 from specjax.api.requests import derive_seed
 from specjax.api.sizing import power_of_two
 from specjax.config.engine import EngineConfig
+from specjax.config.keywords import made
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import LoadedDrafter
@@ -108,7 +108,7 @@ class SpecjaxRollout(base_rollout.BaseRollout):
         self._actor, self._tokenizer, self._mesh = rollout_actor, tokenizer, mesh
         self._keeps_eos = keeps_eos
         self._temperature = _temperature(rollout_config)
-        engine = _with_context(engine_config(engine), rollout_config)
+        engine = _with_context(made(EngineConfig, engine, "engine"), rollout_config)
         assert engine.max_context is not None
         self._max_context = engine.max_context
         config = tunix_weights.config_of(

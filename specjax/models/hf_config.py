@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specjax.config.sampling import SamplingParams
+from specjax.config.sampling import OF_MODEL, SamplingParams
 from specjax.models import int8_config
 from specjax.models.base import Json, ModelConfig
 from specjax.models.config_values import MAX_LAYERS as MAX_LAYERS
@@ -28,16 +28,7 @@ _MAY_BE_MODEL = re.compile(
     r"\w*(ForCausalLM|LMHeadModel|Model)",
     re.IGNORECASE,
 ).fullmatch
-SAMPLING_KEYS = (
-    "do_sample",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
+SAMPLING_KEYS = ("do_sample", *OF_MODEL)
 
 
 class FolderConfig(NamedTuple):

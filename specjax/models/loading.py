@@ -25,6 +25,7 @@ from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 
 from pallas_kernels.implementations import default_device
+from specjax.config.keywords import keyword_check
 from specjax.config.names import DEMO_FOLDERS
 from specjax.models import int8_config, partition
 from specjax.models.abstract import abstract_weights
@@ -51,7 +52,7 @@ _DTYPE_ALIASES = {
 FIRST_WITH_BFLOAT16 = 8  # NVIDIA's compute capability of Ampere
 
 
-@entrance("specjax.load_model")
+@entrance("specjax.load_model", keyword_check)
 def load_model(
     path: str | os.PathLike[str],
     *,

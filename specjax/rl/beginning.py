@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from specjax.api.requests import as_list, derive_seed
-from specjax.config.sampling import SamplingParams
+from specjax.config.keywords import made
+from specjax.config.sampling import SamplingParams, SamplingSource
 from specjax.engine.request import Request
 from specjax.engine.text_feed import group_of
 from specjax.rl.batch import ERROR, UNFINISHED, Rollout
@@ -23,17 +24,15 @@ from specjax.rl.decoder import MOST_PROMPTS, RolloutDecoder
 from specjax.rl.table import Table
 
 
-def sampling_of(prompts: Any, sampling: SamplingParams | None) -> SamplingParams:
-    """Returns the parameters to sample with: those given, or those of a Rollout, or the usual."""
-    if sampling is None:
-        own = prompts.sampling if isinstance(prompts, Rollout) else None
-        sampling = own or SamplingParams()
-    if not isinstance(sampling, SamplingParams):
-        raise TypeError(
-            f"sampling is {sampling!r:.100}; expected one SamplingParams: all samples of a rollout "
-            "are drawn alike."
-        )
-    return sampling
+def sampling_of(prompts: Any, sampling: SamplingSource | None) -> SamplingParams:
+    """Returns the parameters to sample with: those given, or those of a Rollout, or the usual.
+
+    What they leave open has the library's values, not the model's generation defaults: what is
+    sampled is the policy.
+    """
+    if sampling is None and isinstance(prompts, Rollout):
+        sampling = prompts.sampling
+    return made(SamplingParams, sampling, "sampling").filled({})
 
 
 def check_resumed(num_samples: Any, seeds: Any, prompt_mask: Any) -> None:

@@ -25,6 +25,7 @@ from specjax.api.handed_weights import completed
 from specjax.api.requests import Refused, token_ids
 from specjax.config.checks import shown
 from specjax.config.engine import EngineConfig
+from specjax.config.keywords import keyword_check
 from specjax.config.rules import LOSSY_RULES, Rule
 from specjax.config.speculation import SpeculationConfig
 from specjax.decode.made_weights import MadeWeights
@@ -473,7 +474,7 @@ def check_decoder(decoder: Any) -> None:
         )
 
 
-@entrance("specjax.build_decoder")
+@entrance("specjax.build_decoder", keyword_check)
 def build_decoder(
     target: ModelConfig | Model,
     *,

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from specjax.config.checks import is_number
-from specjax.config.sampling import SamplingParams
+from specjax.config.keywords import keyword_check
+from specjax.config.sampling import SamplingSource
 from specjax.models.base import Params
 from specjax.rl.batch import (
     Rollout,
@@ -35,14 +36,14 @@ from specjax.runtime.jax_settings import entrance
 from specjax.types import DecoderParams
 
 
-@entrance("specjax.rollout")
+@entrance("specjax.rollout", keyword_check)
 def rollout(
     decoder: RolloutDecoder,
     params: Params | DecoderParams,
     prompts: Any,
     *,
     num_samples: int | None = None,
-    sampling: SamplingParams | None = None,
+    sampling: SamplingSource | None = None,
     seeds: Sequence[int] | np.ndarray | None = None,
     prompt_mask: Any = None,
     prompt_width: int | None = None,
@@ -71,7 +72,9 @@ def rollout(
         texts, if the decoder has a tokenizer; or an unfinished Rollout, whose completions
         are continued.
       num_samples: completions of each prompt, a group; None: 1. They share its pages.
-      sampling: for all prompts; None: temperature 1 and at most 128 tokens, or for a Rollout
+      sampling: SamplingParams, or a mapping of some, for all prompts. What is not given is never
+        taken from the model's generation_config.json: temperature 1, no penalty and nothing cut,
+        so that a loss knows what was sampled. None: that and at most 128 tokens, or for a Rollout
         its own parameters. For a Rollout, others are refused, except for the seed and the
         number of drafts. `n` must stay 1; `logprobs=k` adds the k most likely tokens,
         `entropy=True` the entropy.

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specjax.config.sampling import SamplingParams
+from specjax.config.keywords import keyword_check
+from specjax.config.sampling import SamplingParams, SamplingSource
 from specjax.models.base import Params
 from specjax.rl.batch import Rollout, RolloutLogProbs
+from specjax.rl.beginning import sampling_of
 from specjax.rl.decoder import RolloutDecoder, check_decoder
 from specjax.runtime.jax_settings import entrance
 from specjax.sampling import RowSampling, empty_row_values, row_values
@@ -29,13 +31,13 @@ class Texts(NamedTuple):
     completion_mask: Any  # bool[num_samples, completion_width]
 
 
-@entrance("specjax.score")
+@entrance("specjax.score", keyword_check)
 def score(
     decoder: RolloutDecoder,
     params: Params | DecoderParams,
     batch: Rollout | Texts,
     *,
-    sampling: SamplingParams | None = None,
+    sampling: SamplingSource | None = None,
     params_version: int | None = None,
 ) -> RolloutLogProbs:
     """Returns the log-probabilities of completions under given weights, as a rollout reports them.
@@ -62,9 +64,7 @@ def score(
     check_decoder(decoder)
     if not isinstance(batch, Rollout | Texts):
         raise TypeError(f"batch is {batch!r:.100}; expected a Rollout or specjax.Texts.")
-    if sampling is None:
-        own = batch.sampling if isinstance(batch, Rollout) else None
-        sampling = own or SamplingParams()
+    sampling = sampling_of(batch, sampling)
     names = Texts._fields
     texts = Texts(*(np.asarray(getattr(batch, name)) for name in names))
     masks = texts.prompt_mask.astype(bool), texts.completion_mask.astype(bool)

@@ -18,12 +18,20 @@ from typing import Any
 import numpy as np
 
 from specjax.config.checks import is_int
-from specjax.config.sampling import SamplingParams
+from specjax.config.keywords import keyword_check
+from specjax.config.sampling import SamplingParams, SamplingSource
 from specjax.engine.loop import Loop
 from specjax.engine.request import Request
 from specjax.models.base import Params
 from specjax.rl.batch import ERROR, Rollout
-from specjax.rl.beginning import PromptSeeds, check_numbers, recorded, rule_of, without_text
+from specjax.rl.beginning import (
+    PromptSeeds,
+    check_numbers,
+    recorded,
+    rule_of,
+    sampling_of,
+    without_text,
+)
 from specjax.rl.decoder import RolloutDecoder, check_decoder
 from specjax.rl.feed import Feed
 from specjax.rl.joined import JoinedDecoder
@@ -35,7 +43,7 @@ from specjax.types import DecoderParams
 ASK_AGAIN_S = 0.01  # seconds until a feed without a prompt is asked again while no row runs
 
 
-@entrance("specjax.rollout_stream")
+@entrance("specjax.rollout_stream", keyword_check)
 def rollout_stream(
     decoder: RolloutDecoder,
     params: Params | DecoderParams,
@@ -44,7 +52,7 @@ def rollout_stream(
     num_samples: int = 1,
     keep_first: int | None = None,
     batch_groups: int = 1,
-    sampling: SamplingParams | None = None,
+    sampling: SamplingSource | None = None,
     prompt_width: int | None = None,
     params_version: int | None = None,
     max_staleness: int | None = None,
@@ -91,9 +99,7 @@ def rollout_stream(
             "a decoder with shares_steps=True runs rollouts of several threads under the same "
             "weights, and a stream needs one to itself; build it without shares_steps."
         )
-    sampling = SamplingParams() if sampling is None else sampling
-    if not isinstance(sampling, SamplingParams):
-        raise TypeError(f"sampling is {sampling!r:.100}; expected one SamplingParams.")
+    sampling = sampling_of(None, sampling)
     sampling.validate()
     sampling = sampling.over(decoder.config.vocab_size)
     check_numbers(num_samples, None, None, sampling)

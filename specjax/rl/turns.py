@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from specjax.config.checks import is_int, is_number, shown
-from specjax.config.sampling import SamplingParams
+from specjax.config.keywords import keyword_check
+from specjax.config.sampling import SamplingParams, SamplingSource
 from specjax.engine.loop import Loop
 from specjax.engine.output_text import output_text
 from specjax.engine.request import Request
@@ -51,7 +52,7 @@ _FINISH_REASONS = {STOP: "stop", LENGTH: "length"}  # of turns that an environme
 WAIT_S = 1.0  # longest wait for an environment while no row runs; a signal ends it too
 
 
-@entrance("specjax.rollout_turns")
+@entrance("specjax.rollout_turns", keyword_check)
 def rollout_turns(
     decoder: RolloutDecoder,
     params: Params | DecoderParams,
@@ -63,7 +64,7 @@ def rollout_turns(
     is_batched: bool = False,
     max_calls: int = 64,
     num_samples: int | None = None,
-    sampling: SamplingParams | None = None,
+    sampling: SamplingSource | None = None,
     seeds: Sequence[int] | np.ndarray | None = None,
     prompt_mask: Any = None,
     prompt_width: int | None = None,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 from jax.extend.core import get_opaque_trace_state
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Check: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 
 @contextlib.contextmanager
@@ -57,7 +58,9 @@ def in_own_settings(function: Function) -> Function:
     return run  # pyright: ignore[reportReturnType]
 
 
-def entrance(name: str) -> Callable[[Function], Function]:
+def entrance(
+    name: str, keyword_check: Callable[[Function], Check] | None = None
+) -> Callable[[Function], Function]:
     """Returns a decorator for public functions, which may be called from any program.
 
     The function runs under `own_settings`, and raises RuntimeError inside a jax
@@ -65,11 +68,15 @@ def entrance(name: str) -> Callable[[Function], Function]:
 
     Args:
       name: public name of the function, for messages.
+      keyword_check: from the function to what raises for keywords that it does not take.
     """
 
     def decorate(function: Function) -> Function:
+        check = keyword_check(function) if keyword_check else lambda options: None
+
         @functools.wraps(function)
         def run(*arguments: Any, **options: Any) -> Any:
+            check(options)
             check_not_traced(name)
             with own_settings():
                 return function(*arguments, **options)

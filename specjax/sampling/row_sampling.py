@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from specjax.config.engine import EngineConfig
-from specjax.config.sampling import SamplingParams
+from specjax.config.sampling import OF_MODEL, SamplingParams
 
 # Larger than any vocabulary: a scatter with mode="drop" drops it. -1 would wrap around.
 DROPPED_ID = 2**30
@@ -71,6 +71,7 @@ def row_values(
     """Returns one row's fields of `RowSampling` as numpy arrays; runs on the host.
 
     Args:
+      params: what they leave open has the library's values.
       prompt_length: tokens, at least 1.
       eos_token_ids: stop tokens of the model, unless `params.ignore_eos`.
       seed: two 32-bit words, or a number below 2**64.
@@ -80,6 +81,7 @@ def row_values(
         parameters that `SamplingParams.validate` refuses.
     """
     params.validate(eos_token_ids=eos_token_ids)
+    own = {name: getattr(params.filled({}), name) for name in OF_MODEL}
     if params.logprobs is not None and params.logprobs > engine_config.max_logprobs:
         raise ValueError(
             f"logprobs={params.logprobs} exceeds "
@@ -87,15 +89,9 @@ def row_values(
             "lower the one or raise the other."
         )
     values = _empty_values((), engine_config)
-    temperature = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
-    scalars = {
-        "temperature": temperature,
-        "top_k": max(params.top_k, 0),
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
+    scalars = own | {
+        "temperature": own["temperature"] if own["temperature"] >= MIN_TEMPERATURE else 0.0,
+        "top_k": max(own["top_k"], 0),
         "has_allowed": params.allowed_token_ids is not None,
         "min_tokens": params.min_tokens,
         "prompt_lengths": prompt_length,

@@ -228,7 +228,7 @@ class DrafterAdapter:
             return state, AdapterStats(False, rate, None, None, num_dropped, seconds)
         drawn = ring.drawn(self._updates, self._rows, self._seed)
         key = jax.random.fold_in(jax.random.key(self._seed), int(state.num_updates))
-        heat = 1.0 if batch.sampling is None else batch.sampling.temperature
+        heat: Any = 1.0 if batch.sampling is None else batch.sampling.temperature
         learned: Any = self._learn(
             heat or 1.0, state.params, state.opt_state, _policy(params), drawn, key
         )

@@ -70,7 +70,7 @@ def test_rollouts_name_what_they_are_given():
     model = tiny_model(num_layers=1, vocab_size=31)
     decoder = specjax.build_decoder(model, engine=ENGINE)
     sampling = specjax.SamplingParams(max_tokens=2)
-    with pytest.raises(TypeError, match=r"sampling is \[.*; expected one SamplingParams"):
+    with pytest.raises(ValueError, match=r"sampling=\[.* must be a SamplingParams or a mapping"):
         specjax.rollout(decoder, model.params, [[1]], sampling=[sampling])
     with pytest.raises(TypeError, match="decoder is 5; expected what"):
         specjax.rollout(5, model.params, [[1]], sampling=sampling)

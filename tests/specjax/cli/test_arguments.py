@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from specjax import SamplingParams, demo
-from specjax.api.requests import default_sampling
 from specjax.cli import generate_command, prompts, sampling_arguments, terminal
 from specjax.cli.main import build_parser, main
 from specjax.models.hf_config import SAMPLING_KEYS
@@ -51,11 +50,6 @@ def test_every_sampling_parameter_has_an_option():
 
 def test_options_not_given_leave_no_trace():
     assert sampling_arguments.given_options(parse("hello")) == {}
-
-
-def test_model_defaults_stand_below_options():
-    assert default_sampling({"do_sample": False, "top_p": 0.5}) == {"temperature": 0.0}
-    assert default_sampling({"do_sample": True, "top_k": 20}) == {"top_k": 20}
 
 
 @pytest.mark.parametrize(

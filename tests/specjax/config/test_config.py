@@ -50,7 +50,6 @@ def test_numpy_whole_numbers_are_whole_numbers():
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", "1"),
-        ("temperature", None),
         ("temperature", True),
         ("top_k", -2),
         ("top_k", 1.5),
