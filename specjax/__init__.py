@@ -6,6 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specjax.api.comparing import ComparedDrafter as ComparedDrafter
+    from specjax.api.comparing import Comparison as Comparison
+    from specjax.api.comparing import compare as compare
     from specjax.api.engine import Engine as Engine
     from specjax.api.generation import generate as generate
     from specjax.api.generation import stream as stream
@@ -74,6 +77,8 @@ __all__ = [
     "CacheFill",
     "Chat",
     "Chunk",
+    "ComparedDrafter",
+    "Comparison",
     "Completion",
     "DecoderParams",
     "Draft",
@@ -104,6 +109,7 @@ __all__ = [
     "Turn",
     "__version__",
     "build_decoder",
+    "compare",
     "convert",
     "convert_back",
     "draft_loss",
@@ -142,6 +148,9 @@ _HOME = {
     "load_orbax": "specjax.checkpoints.loading",
     "save_pretrained": "specjax.checkpoints.pretrained",
     "save_orbax": "specjax.checkpoints.saving",
+    "ComparedDrafter": "specjax.api.comparing",
+    "Comparison": "specjax.api.comparing",
+    "compare": "specjax.api.comparing",
     "generate": "specjax.api.generation",
     "stream": "specjax.api.generation",
     "convert": "specjax.layouts.converting",

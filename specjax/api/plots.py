@@ -44,6 +44,24 @@ def draw_decisions(decisions: Sequence[BurstRecord], path: str | os.PathLike[str
     figure.savefig(path, dpi=120)
 
 
+def draw_comparison(rows: Sequence[Any], path: str | os.PathLike[str] | None) -> Any:
+    """Draws tokens per second of `specjax.ComparedDrafter`s as bars; returns the figure.
+
+    Raises:
+      NotImplementedError: matplotlib is not installed.
+    """
+    figure = new_figure(7, 0.6 + 0.5 * len(rows))
+    axes = figure.subplots()
+    bars = axes.barh([row.drafter for row in rows], [row.tokens_per_second for row in rows])
+    axes.bar_label(bars, [f"{row.speedup:.2f} times" for row in rows], padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlabel("tokens per second")
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
 def whole_ticks(axis: Any) -> None:
     """Sets an axis to ticks at whole numbers only, as for K."""
     axis.get_major_locator().set_params(integer=True, min_n_ticks=1)

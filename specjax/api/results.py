@@ -13,7 +13,7 @@ from specjax.api.requests import Refused
 from specjax.config.rules import LOSSY_RULES, Rule
 from specjax.config.sampling import SamplingParams
 from specjax.engine.lineage import CacheFill
-from specjax.engine.metrics import BurstRecord
+from specjax.engine.metrics import BurstRecord, which_k
 from specjax.engine.request import (
     AcceptanceCounts,
     Request,
@@ -99,7 +99,14 @@ class GenerationStats:
             parts.append(f"acceptance rate {self.acceptance_rate:.2f}")
         if self.lossy:
             parts.append(f"lossy {', '.join(self.lossy)}")
-        return f"GenerationStats({', '.join(parts)})"
+        why = f". {self.why}" if self.why else ""
+        return f"GenerationStats({', '.join(parts)}{why})"
+
+    @property
+    def why(self) -> str:
+        """Which K the last bursts had and why, in a line of words; "" where none could draft."""
+        can_draft = self.drafter != "none" and self.num_speculative_tokens
+        return which_k(self.decisions) if can_draft else ""
 
     @property
     def tokens_per_second(self) -> float:

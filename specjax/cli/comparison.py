@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specjax.cli.prompts import PromptEntry
-from specjax.config.names import DEMO, NO_DRAFTER
-from specjax.config.sampling import SamplingParams
+from specjax.config.names import DEMO
 from specjax.config.speculation import SpeculationConfig
 
 if TYPE_CHECKING:
@@ -62,40 +60,27 @@ def is_wanted(
 
 
 def of(
-    target: Model,
-    entries: Sequence[PromptEntry],
-    result: Generation,
-    call: Mapping[str, Any],
+    target: Model, entries: Sequence[PromptEntry], result: Generation, call: Mapping[str, Any]
 ) -> str:
-    """Decodes the prompts again with and without drafts, with the seeds of a result, in turn;
+    """Decodes the prompts again with and without drafts, in turn, with the seeds of a result;
     returns what to say.
-
-    The first run of each waits for more than its steps, so it is no measure of them. Who begins
-    changes from turn to turn.
 
     Args:
       call: the other arguments that the result was generated with.
     """
-    from specjax.api import generation
+    from specjax.api.comparing import compare
 
-    given = [(each.sampling or SamplingParams(), each.seed) for each in result]
-    own = [dataclasses.replace(params, seed=seed) for params, seed in given]
-    prompts = [entry.prompt for entry in entries]
-    plainly = {**call, "drafter": NO_DRAFTER, "speculative_config": None}
-    undrafted = [dataclasses.replace(each, num_speculative_tokens=None) for each in own]
-    decode = lambda how: generation.generate(
-        target, prompts, sampling=own if how is call else undrafted, **how
-    )
-    plain = decode(plainly)
-    turns = TURNS if result.stats.run_s < LONG_S else 1
-    order = [plainly, call, call, plainly, plainly, call][: 2 * turns]
-    runs = [(how is call, decode(how).stats.run_s) for how in order]
-    num_equal = sum(_num_equal(*pair) for pair in zip(result, plain, strict=True))
-    plain_s, drafted_s = (
-        statistics.median(seconds for is_drafted, seconds in runs if is_drafted is wanted)
-        for wanted in (False, True)
-    )
-    return line(plain_s, drafted_s, num_equal, plain.stats.num_output_tokens)
+    options = {name: value for name, value in call.items() if name != "drafter"}
+    plain, drafted = compare(
+        target,
+        [entry.prompt for entry in entries],
+        [call["drafter"]],
+        sampling=[dataclasses.replace(each.sampling, seed=each.seed) for each in result],  # pyright: ignore
+        repeats=TURNS if result.stats.run_s < LONG_S else 1,
+        progress=False,
+        **options,
+    ).rows
+    return line(plain.run_s, drafted.run_s, drafted.num_equal, drafted.num_tokens)
 
 
 def line(plain_s: float, drafted_s: float, num_equal: int, num_tokens: int) -> str:
@@ -112,10 +97,3 @@ def line(plain_s: float, drafted_s: float, num_equal: int, num_tokens: int) -> s
         f"again, in turn: {drafted_s:.2f} s with drafts, {plain_s:.2f} s without, {same} · "
         f"{plain_s / drafted_s:.2f} times as fast with drafts"
     )
-
-
-def _num_equal(one: Any, other: Any) -> int:
-    """Returns how many tokens two texts begin with alike."""
-    pairs = zip(one.token_ids, other.token_ids, strict=False)
-    differs = (index for index, (a, b) in enumerate(pairs) if a != b)
-    return next(differs, min(len(one.token_ids), len(other.token_ids)))

@@ -140,13 +140,6 @@ def legend() -> str:
     return f"{DIM}prompt{RESET} · {DRAFT}drafted and accepted{RESET} · the target's own"
 
 
-# Why a run did not draft, by the reason of its last burst; other reasons are shown as they are.
-_NO_DRAFTS = {
-    "goodput": "plain decoding is faster here",
-    "nothing measured yet": "the step that drafts was not compiled in time",
-}
-
-
 def summary(stats: GenerationStats) -> str:
     """Returns a one-line summary of the measurements."""
     parts = [
@@ -169,7 +162,7 @@ def _speculation(stats: GenerationStats) -> str:
     if stats.drafter == "none" or stats.num_speculative_tokens == 0:
         return "no speculation"
     if stats.decisions and not any(d.num_speculative_tokens for d in stats.decisions):
-        return f"no drafts: {_NO_DRAFTS.get(reason := stats.decisions[-1].reason, reason)}"
+        return f"no drafts: {stats.why}"
     if not stats.acceptance.num_drafted:
         return f"drafter {stats.drafter} proposed nothing"
     return (

@@ -67,6 +67,7 @@ def record_of(flight: Flight, num_steps: int, seconds: float, num_tokens: int) -
     return BurstRecord(
         num_speculative_tokens=flight.depth,
         reason=decision.reason,
+        why=decision.why,
         num_rows=len(flight.rows),
         row_bucket=flight.bucket.rows,
         max_drafts=decision.max_drafts,

@@ -231,6 +231,7 @@ class Goodput:
         self._burst_steps = 1  # most steps of a burst
         self._buckets_of: dict[int, tuple[Bucket, ...]] = {}  # by rows
         self._rates: dict[Bucket, float] = {}  # tokens per second of the last candidates
+        self._compared: _Candidate | None = None  # the fastest of them that drafts
         self._missing: set[Bucket] = set()  # candidates that are not compiled
         self._regretted: set[Bucket] = set()  # those of them that might have run
 
@@ -246,6 +247,9 @@ class Goodput:
         if not candidates:
             return self._plain(load, load.limited_by or "nothing measured yet")
         self._rates = {c.bucket: c.rate for c in candidates}
+        self._compared = max(
+            candidates, key=lambda c: (c.bucket.num_speculative_tokens > 0, c.rate)
+        )
         self._missing = {b for b in self._rates if not load.is_compiled(b)}
         usable = [c for c in candidates if c.bucket not in self._missing]
         self._regretted = {b for b in self._missing if _is_allowed(b, load)}
@@ -565,7 +569,20 @@ class Goodput:
             draft_caps=draft_caps,
             predicted_step_s=chosen.seconds,
             predicted_tokens=chosen.tokens,
+            why=self._why_not(chosen) if reason == "goodput" else "",
             **more,
+        )
+
+    def _why_not(self, chosen: _Candidate) -> str:
+        """Returns what the fastest step that drafts would gain, where plain decoding was chosen."""
+        other = self._compared
+        if chosen.bucket.num_speculative_tokens or other is None:
+            return ""
+        if not (depth := other.bucket.num_speculative_tokens):
+            return ""
+        return (
+            f"a step with K = {depth} is expected to give {other.tokens / chosen.tokens:.2f} times "
+            f"the tokens in {other.seconds / chosen.seconds:.2f} times the time"
         )
 
     # Before plain decoding and a K were measured

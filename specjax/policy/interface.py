@@ -74,6 +74,7 @@ class Decision:
 
     num_speculative_tokens: int  # K; 0 is plain decoding
     reason: str
+    why: str = ""  # figures behind the reason, in words: those of what was not chosen
     row_bucket: int | None = None  # by default the smallest that holds the rows
     max_drafts: int | None = None  # as in Bucket
     # i64[rows that decode], most tokens that each drafts; by default its request's limit.

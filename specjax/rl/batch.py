@@ -80,7 +80,7 @@ class RolloutTurns:
 
 
 @jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Rollout:
     """Samples of a batch of prompts, in the order of prompts; samples of a prompt are adjacent.
 
@@ -150,6 +150,27 @@ class Rollout:
             metrics=notes.metrics,
             errors=notes.errors,
         )
+
+    @own_arithmetic()
+    def __repr__(self) -> str:
+        """Returns a line of figures without the arrays; waits for the device."""
+        lengths, versions = self.lengths, self.params_versions
+        shape = f"{self.num_samples} samples, prompts of {self.prompt_ids.shape[-1]} and "
+        shape += f"completions of {self.completion_ids.shape[-1]} tokens"
+        if isinstance(lengths, Tracer | jax.ShapeDtypeStruct) or not np.size(lengths):
+            return f"Rollout({shape})"
+        written = np.asarray(versions)[np.asarray(self.completion_mask)]
+        low, high = (written.min(), written.max()) if written.size else (0, 0)
+        parts = [shape, f"mean length {np.mean(lengths):.1f}"]
+        parts.append(f"weights {low}" if low == high else f"weights {low} to {high}")
+        if drafted := int(np.sum(self.num_drafted)):
+            parts.append(f"{int(np.sum(self.num_accepted)) / drafted:.0%} of drafts accepted")
+        if unfinished := int(np.sum(np.asarray(self.finish_reasons) == UNFINISHED)):
+            parts.append(f"{unfinished} unfinished")
+        if self.errors:
+            parts.append(f"{len(self.errors)} failed")
+        parts += [] if self.is_exact else ["not of the policy's own distribution"]
+        return f"Rollout({', '.join(parts)})"
 
     @property
     def num_samples(self) -> int:

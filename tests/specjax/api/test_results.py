@@ -7,6 +7,7 @@ from helpers import tiny_llama
 import specjax
 from specjax.api.results import Chunk, Completion, Generation, GenerationStats
 from specjax.drafters.loading import load_drafter
+from specjax.engine.metrics import BurstRecord
 from specjax.engine.request import AcceptanceCounts
 
 MOST = 300  # characters
@@ -61,6 +62,34 @@ def test_a_generation_shows_its_first_completions():
     assert "... 2 more" in shown
     assert "100 tokens, 0.5 s (200 tokens/s)" in shown
     assert "mean acceptance length 4.00, acceptance rate 0.75" in shown
+
+
+def burst(depth, reason, why=""):
+    figures = dict.fromkeys((field.name for field in dataclasses.fields(BurstRecord)), 0)
+    own = {"num_speculative_tokens": depth, "reason": reason, "why": why}
+    return BurstRecord(**figures | own)
+
+
+def test_statistics_say_which_k_and_why():
+    plain = [burst(0, "goodput", "a step with K = 4 takes long"), burst(0, "goodput", "newer")]
+    cases = {
+        "K = 0 in 2 of 2 bursts: plain decoding is faster here (newer)": plain,
+        "K = 4 in 2 of 3 bursts: drafting is faster here; K = 0 in 1 of 3 bursts: measured, "
+        "to compare": [burst(0, "probe"), burst(4, "goodput"), burst(4, "goodput")],
+        "K = 0 in 3 of 3 bursts: the drafter failed": [
+            burst(0, "goodput"),
+            *[burst(0, "drafter off")] * 2,
+        ],
+        "K = 2 in 1 of 1 bursts: the policy is 'fixed'": [burst(2, "fixed")],
+        "K = 2 in 1 of 1 bursts: of one's own": [burst(2, "of one's own")],
+        "": [],
+    }
+    for said, records in cases.items():
+        told = dataclasses.replace(stats(), decisions=tuple(records))
+        assert told.why == said
+        assert repr(told).endswith(f"acceptance rate 0.75. {said})" if said else "0.75)")
+    alone = dataclasses.replace(stats(), drafter="none", decisions=tuple(plain))
+    assert alone.why == ""
 
 
 def test_a_chunk_is_one_line():

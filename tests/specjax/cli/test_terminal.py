@@ -91,20 +91,20 @@ def test_summary_without_speculation():
 @pytest.mark.parametrize(
     ("depths", "reason", "expected"),
     [
-        ((0, 0), "goodput", "· no drafts: plain decoding is faster here ·"),
+        ((0, 0), "goodput", "· no drafts: K = 0 in 2 of 2 bursts: plain decoding is faster here ·"),
         (
             (0,),
             "nothing measured yet",
-            "· no drafts: the step that drafts was not compiled in time",
+            "· no drafts: K = 0 in 1 of 1 bursts: the step that drafts was not compiled in time",
         ),
-        ((0,), "memory gate", "· no drafts: memory gate ·"),
+        ((0,), "memory gate", "K = 0 in 1 of 1 bursts: the batch is above speculation_weight_fra"),
         ((3, 0), "goodput", "proposed nothing"),
     ],
 )
 def test_summary_says_why_nothing_was_drafted(depths, reason, expected):
     figures = dict.fromkeys((field.name for field in dataclasses.fields(BurstRecord)), 0)
     decisions = tuple(
-        BurstRecord(**(figures | {"num_speculative_tokens": depth, "reason": reason}))
+        BurstRecord(**(figures | {"num_speculative_tokens": depth, "reason": reason, "why": ""}))
         for depth in depths
     )
     none = AcceptanceCounts(num_steps=128)
