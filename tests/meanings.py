@@ -222,7 +222,7 @@ def of_params(
     def in_ours() -> Any:
         from specjax.config.sampling import SamplingParams
 
-        return show(SamplingParams(**params))
+        return show(SamplingParams(**params).filled({}))
 
     return Row(answers, lambda: show(vllm_params(**params)), of_transformers, in_ours)
 
@@ -397,11 +397,10 @@ def _stored_settings(stored: Mapping[str, Any], answers: tuple[Any, Any, Any]) -
         return "samples" if settings.do_sample else "greedy"
 
     def in_ours() -> str:
-        from specjax.api.requests import default_sampling
         from specjax.config.sampling import SamplingParams
 
-        made = SamplingParams(**default_sampling(stored))
-        return "samples" if made.temperature > 0 else "greedy"
+        made = SamplingParams().filled(stored)
+        return "samples" if made.temperature else "greedy"
 
     in_vllm = lambda: "samples" if _vllm_defaults(stored) > 0 else "greedy"
     return Row(answers, in_vllm, in_peer, in_ours)

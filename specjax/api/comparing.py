@@ -104,11 +104,8 @@ def compare(
     """
     if not is_int(repeats) or repeats < 1:
         raise ValueError(f"repeats={repeats!r} must be a whole number of at least 1.")
-    if (
-        isinstance(drafters, str | os.PathLike)
-        or not isinstance(drafters, Sequence)
-        or not drafters
-    ):
+    is_many = isinstance(drafters, Sequence) and not isinstance(drafters, str)
+    if not is_many or not drafters:
         raise ValueError(f"drafters={drafters!r:.100} must be a list, as ['ngram', 'demo'].")
     keyword_check(generation.generate)(options)
     model, ways = _ways(target, drafters, options)
@@ -180,7 +177,9 @@ def _of_way(name: str, sampling: Sequence[SamplingParams]) -> list[SamplingParam
     return [dataclasses.replace(each, num_speculative_tokens=None) for each in sampling]
 
 
-def _row(name: str, runs: Sequence[Generation], plain: Generation, plain_s: float):
+def _row(
+    name: str, runs: Sequence[Generation], plain: Generation, plain_s: float
+) -> ComparedDrafter:
     run_s = statistics.median(run.stats.run_s for run in runs)
     last = runs[-1].stats
     return ComparedDrafter(

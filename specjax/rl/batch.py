@@ -151,26 +151,31 @@ class Rollout:
             errors=notes.errors,
         )
 
-    @own_arithmetic()
     def __repr__(self) -> str:
         """Returns a line of figures without the arrays; waits for the device."""
-        lengths, versions = self.lengths, self.params_versions
-        shape = f"{self.num_samples} samples, prompts of {self.prompt_ids.shape[-1]} and "
-        shape += f"completions of {self.completion_ids.shape[-1]} tokens"
-        if isinstance(lengths, Tracer | jax.ShapeDtypeStruct) or not np.size(lengths):
-            return f"Rollout({shape})"
-        written = np.asarray(versions)[np.asarray(self.completion_mask)]
-        low, high = (written.min(), written.max()) if written.size else (0, 0)
-        parts = [shape, f"mean length {np.mean(lengths):.1f}"]
-        parts.append(f"weights {low}" if low == high else f"weights {low} to {high}")
+        try:
+            return f"Rollout({', '.join(self._figures())})"
+        except Exception:  # traced, freed, or mapped to what is no array
+            return f"Rollout(of {type(self.lengths).__name__})"
+
+    @own_arithmetic()
+    def _figures(self) -> list[str]:
+        parts = [
+            f"{self.num_samples} samples",
+            f"prompts of {self.prompt_ids.shape[1]} and completions of "
+            f"{self.completion_ids.shape[1]} tokens, {np.mean(self.lengths):.1f} on average",
+        ]
+        versions = np.asarray(self.params_versions)[np.asarray(self.completion_mask)]
+        if versions.size:
+            low, high = versions.min(), versions.max()
+            parts.append(f"weights {low}" if low == high else f"weights {low} to {high}")
         if drafted := int(np.sum(self.num_drafted)):
             parts.append(f"{int(np.sum(self.num_accepted)) / drafted:.0%} of drafts accepted")
         if unfinished := int(np.sum(np.asarray(self.finish_reasons) == UNFINISHED)):
             parts.append(f"{unfinished} unfinished")
         if self.errors:
             parts.append(f"{len(self.errors)} failed")
-        parts += [] if self.is_exact else ["not of the policy's own distribution"]
-        return f"Rollout({', '.join(parts)})"
+        return parts if self.is_exact else [*parts, "not of the policy's own distribution"]
 
     @property
     def num_samples(self) -> int:

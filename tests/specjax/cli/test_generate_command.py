@@ -5,12 +5,10 @@ import json
 import re
 import shlex
 import sys
-import types
 import warnings
 
 import pytest
 
-import specjax
 from specjax.cli import comparison
 from specjax.cli import main as cli
 from specjax.cli.main import main
@@ -75,36 +73,6 @@ def test_compare_refuses_what_it_cannot(run, argv, message):
     code, out, err = run("w5", "--drafter", "ngram", "--compare", *argv)
     assert code != 0
     assert message in out + err
-
-
-@pytest.mark.parametrize(
-    "first_s, order", [(1.0, "p pd dp pd"), (5.0, "p pd")], ids=["short", "long"]
-)
-def test_compare_leaves_out_first_runs_and_changes_who_begins(monkeypatch, first_s, order):
-    ran, seconds = [], {"p": iter([9.0, 4.0, 8.0, 4.0]), "d": iter([2.0, 1.0, 2.0])}
-
-    def generate(target, prompts, *, sampling, drafter, speculative_config):
-        assert (target, prompts, sampling[0].seed) == ("target", ["text"], 5)
-        ran.append("p" if drafter == "none" else "d")
-        # Without drafts a prompt's own number of them means nothing, and would be warned of.
-        assert sampling[0].num_speculative_tokens == (None if drafter == "none" else 99)
-        return _Generation(next(seconds[ran[-1]]))
-
-    monkeypatch.setattr("specjax.api.generation.generate", generate)
-    call = {"drafter": "draft", "speculative_config": "config"}
-    entries = [types.SimpleNamespace(prompt="text")]
-    sampling = [specjax.SamplingParams(num_speculative_tokens=99)]
-    said = comparison.of("target", entries, sampling, _Generation(first_s), call)
-    assert "".join(ran) == order.replace(" ", "")
-    assert "2.00 s with drafts, 4.00 s without, the same 2 tokens" in said
-
-
-class _Generation(list):
-    """What `generate` returns, of one text."""
-
-    def __init__(self, run_s):
-        super().__init__([types.SimpleNamespace(prompt_index=0, seed=5, token_ids=[1, 2])])
-        self.stats = types.SimpleNamespace(run_s=run_s, num_output_tokens=2)
 
 
 def test_compare_says_where_texts_part():
