@@ -74,7 +74,7 @@ _NOT_STRUCTURED = (
 _NO_BEAMS = "there is no beam search; n draws several texts, logprobs tells which is likelier"
 _MESH = "pass a jax mesh with an axis 'tensor' or 'data' as mesh="
 _PRINTED = "specjax.stream yields text as it comes"
-_PROMPT = "the chat template is applied where a prompt is a list of messages"
+_CHAT = "specjax.Chat(messages, ...) is a prompt with arguments of the chat template"
 # Names without an equal here, and what to do instead.
 INSTEAD = {
     "do_sample": "do_sample=False is temperature=0 of SamplingParams, do_sample=True any other",
@@ -123,7 +123,8 @@ INSTEAD = {
     "pad_token_id": "rows of any length run together without padding; leave it out",
     "attention_mask": "rows of any length run together without padding; leave it out",
     "truncate_prompt_tokens": "cut the prompt's token ids before",
-    "tools": _PROMPT,
+    **dict.fromkeys(("tools", "chat_template", "chat_template_kwargs"), _CHAT),
+    **dict.fromkeys(("add_generation_prompt", "continue_final_message"), _CHAT),
     "prompt_lookup_num_tokens": "drafter='ngram' with num_speculative_tokens",
     "assistant_confidence_threshold": "the default policy chooses how many tokens are drafted",
     "gpu_memory_utilization": "memory_bytes=... says how many bytes of each device are used",
