@@ -4,8 +4,9 @@
     curl localhost:8000/v1/completions -d '{"prompt": "def main():", "stream": true}'
 
 It has /v1/chat/completions and /v1/completions, streamed or whole, /v1/models and /metrics.
-Requests share the engine's steps, and a client that leaves aborts its request. There are no
-passwords and no TLS, so it listens on the loopback interface. The standard library is enough.
+Requests share the engine's steps, and a client that leaves aborts its request. An answer has 128
+tokens at most unless the client says another number. There are no passwords and no TLS, so it
+listens on the loopback interface. The standard library is enough.
 """
 
 import argparse
@@ -63,6 +64,7 @@ class Server:
 
     async def complete(self, body, is_chat, writer):
         """Sends text, chunk by chunk where `stream` asks for it, else in one piece."""
+        body.setdefault("max_tokens", body.pop("max_completion_tokens", None))  # its newer name
         if unknown := set(body) - SAMPLING - OTHERS:
             raise ValueError(f"{', '.join(sorted(unknown))}: not supported here; leave it out.")
         wanted = {name: body[name] for name in SAMPLING & set(body) if body[name] is not None}

@@ -186,7 +186,8 @@ def test_a_server_streams_or_answers_whole(served):
             {"index": 0, "finish_reason": "length", "text": text}
         ]
         assert json.loads(whole)["usage"]["completion_tokens"] == 24
-        _, whole = asked(port, "/v1/chat/completions", json.dumps(GREEDY | MESSAGES))
+        newer = {"temperature": 0, "max_completion_tokens": 24}
+        _, whole = asked(port, "/v1/chat/completions", json.dumps(newer | MESSAGES))
         assert json.loads(whole)["choices"][0]["message"]["content"] == text
         ask = (
             GREEDY | MESSAGES | {"stream": True, "n": 2, "stream_options": {"include_usage": True}}
