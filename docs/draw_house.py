@@ -1,4 +1,4 @@
-"""Draws the rooms of specjax and who imports whom as docs/house.svg: `python docs/draw_house.py`.
+"""Draws the rooms of specjax and who imports whom, with a dark twin: `python docs/draw_house.py`.
 
 The rows are the layers of [tool.importlinter] in pyproject.toml, which the linter holds. The
 arrows are the imports that stand in the sources; one that follows from others is left out.
@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from drawing import Pen, write
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("specjax", "pallas_kernels")
-PICTURE = Path(__file__).with_name("house.svg")
 
 # Colours of a room's band, from what users call down to what touches the device.
 GROUPS = {
@@ -104,8 +105,9 @@ def shown(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
     }
 
 
-def draw() -> str:
-    """Returns the picture."""
+def draw(pen: Pen) -> str:
+    """Returns the picture, in the colours of a pen."""
+    colours = pen.colours
     rows = layers()
     boxes = {}
     for index, row in enumerate(rows):
@@ -119,22 +121,21 @@ def draw() -> str:
             boxes[room] = (x, MARGIN + index * ROW, width)
             x += width + GAP
     arrows = shown({pair for pair in imports(boxes) if set(pair) <= set(boxes)})
-    parts = [_arrow(boxes[room], boxes[other]) for room, other in sorted(arrows)]
+    parts = [_arrow(boxes[room], boxes[other], colours["faint"]) for room, other in sorted(arrows)]
     parts += [_box(room, *place) for room, place in boxes.items()]
     below = MARGIN + len(rows) * ROW
-    parts += _legend(below)
+    parts += _legend(below, colours["ink"])
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {below + 46}" '
         'font-family="ui-sans-serif, system-ui, Helvetica, Arial, sans-serif" font-size="14">'
         "<title>The rooms of specjax; an arrow means imports</title>"
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
-        'markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="#90a4ae"/></marker></defs>'
-        f'<rect width="100%" height="100%" rx="8" fill="#fafafa"/>\n{_lines(parts)}\n</svg>\n'
+        'markerHeight="7" orient="auto">'
+        f'<path d="M0 0L8 4L0 8z" fill="{colours["faint"]}"/></marker></defs>'
+        f'<rect width="100%" height="100%" rx="8" fill="{colours["paper"]}"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
     )
-
-
-def _lines(parts: list[str]) -> str:
-    return "\n".join(parts)
 
 
 def _label(room: str) -> str:
@@ -155,27 +156,27 @@ def _box(room: str, x: int, y: int, width: int) -> str:
     )
 
 
-def _arrow(start: tuple[int, int, int], end: tuple[int, int, int]) -> str:
+def _arrow(start: tuple[int, int, int], end: tuple[int, int, int], colour: str) -> str:
     x0, y0 = start[0] + start[2] / 2, start[1] + BOX_HEIGHT
     x1, y1 = end[0] + end[2] / 2, end[1] - 2
     bend = min((y1 - y0) / 2, 60)
     return (
         f'<path d="M{x0:.0f} {y0:.0f}C{x0:.0f} {y0 + bend:.0f} {x1:.0f} {y1 - bend:.0f} '
-        f'{x1:.0f} {y1:.0f}" fill="none" stroke="#90a4ae" stroke-width="1.4" '
+        f'{x1:.0f} {y1:.0f}" fill="none" stroke="{colour}" stroke-width="1.4" '
         'marker-end="url(#tip)"/>'
     )
 
 
-def _legend(y: float) -> list[str]:
+def _legend(y: float, ink: str) -> list[str]:
     parts, x = [], float(MARGIN)
     for text, (colour, _) in GROUPS.items():
         parts.append(
             f'<rect x="{x:.0f}" y="{y:.0f}" width="14" height="14" rx="3" fill="{colour}"/>'
-            f'<text x="{x + 20:.0f}" y="{y + 12:.0f}" fill="#37474f" font-size="13">{text}</text>'
+            f'<text x="{x + 20:.0f}" y="{y + 12:.0f}" fill="{ink}" font-size="13">{text}</text>'
         )
         x += 46 + 6.6 * len(text)
     return parts
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(draw(), encoding="utf-8")
+    write({"house": draw})

@@ -81,7 +81,7 @@ def test_pictures_are_those_of_today_and_shown_in_light_and_dark():
         if f"{path.name}#gh-{mode}-mode-only" not in shown:
             unseen.append(path.relative_to(DOCS).as_posix())
     assert (stale, unseen) == ([], [])
-    others = {DOCS / "house.svg", DOCS / "generation.svg", DOCS / "favicon.svg"}
+    others = {DOCS / f"{name}.svg" for name in ("house", "house-dark", "generation", "favicon")}
     assert set(DOCS.rglob("*.svg")) == {*files, *others}
 
 
