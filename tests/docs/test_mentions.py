@@ -22,7 +22,7 @@ SOURCES = sorted(
 )
 PATH = re.compile(r"(?<![\w/.:-])(?:[\w-]+/)+[\w-]+\.(?:py|md|json|svg|png|ipynb)\b")
 NAME = re.compile(r"(?<![\w/.@-])(?:specjax|pallas_kernels)(?:\.[A-Za-z_]\w*)+(?![\w/]|-)")
-OF_OTHERS = ("tunix/",)
+OF_OTHERS = ("litgpt/", "tunix/")
 NEED_TUNIX = ("specjax.integrations.tunix", "specjax.bench.tunix_sampler")
 
 
