@@ -10,7 +10,7 @@ import pytest
 from head_folders import put, random_tensors, vocabulary_maps, without, write
 
 import specjax
-from specjax.cli import plan_report
+from specjax.cli import plan_document, plan_report
 from specjax.cli.main import main
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.eagle_files import read_eagle3
@@ -205,6 +205,7 @@ def test_a_plan_captures_the_layers_that_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(named_models, "find_config", lambda name: TARGET.config)
     monkeypatch.setattr(plans, "make_plan", lambda request, _: planned.append(request.drafter.taps))
     monkeypatch.setattr(plan_report, "render", str)
+    monkeypatch.setattr(plan_document, "to_dict", lambda plan, document: document)
     assert main(["plan", "it", "--drafter", str(folder), "--aux-layer-ids", "1,0,1"]) == 0
     assert planned == [(1, 0, 1)]
 

@@ -15,9 +15,9 @@ from torch_archives import write_torch
 
 import specjax
 from specjax.drafters.eagle1_files import read_eagle
-from specjax.drafters.eagle_files import read_eagle3
+from specjax.drafters.eagle_files import is_eagle3, read_eagle3
 from specjax.drafters.newest_state_files import MEDUSA_FILES, read_medusa
-from specjax.models import eagle, eagle3, medusa
+from specjax.models import eagle, eagle3, medusa, two_places
 from specjax.models.eagle import EagleConfig
 from specjax.models.eagle3 import Eagle3Config
 from specjax.models.medusa import OF_VLLM, PUBLISHED, MedusaConfig
@@ -170,6 +170,9 @@ def _(folder):
         with warned(f"another {key} at the top than in its model; the top is used"):
             layers = read_eagle(folder, TARGET.config, jnp.float32).config.layers
         assert value in (layers.norm_eps, layers.rope.theta)
+    for more in ({"method": "eagle3"}, {"model": {"architectures": ["LlamaForCausalLMEagle3"]}}):
+        assert is_eagle3(two_places.with_inner_model(raw | more))
+    assert not is_eagle3(two_places.with_inner_model(raw))
 
 
 @row("norms that EAGLE has not")
