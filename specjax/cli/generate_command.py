@@ -383,8 +383,9 @@ def _namer(target: Model) -> Callable[[int], str]:
     tokenizer = target.tokenizer
     if tokenizer is None:
         return str
-    text = lambda i: tokenizer.decode([i], skip_special_tokens=False)
-    return lambda token_id: f"{token_id} {text(token_id)!r}"
+    text = lambda *ids: tokenizer.decode(ids, skip_special_tokens=False)
+    # After itself a token keeps the space that some tokenizers take from the first one.
+    return lambda i: f"{i} {text(i, i)[len(text(i)) :]!r}"
 
 
 def _report(arguments, entries, result: Generation) -> int:

@@ -149,11 +149,7 @@ class IncrementalText:
         num_shown = len(shown.text) - shown.num_held()
         if whole is not None:
             place = len(whole.text) - whole.num_held()
-            most = len(shown.text) - (len(whole.text) - place)
-            for mark in self._marks[::-1]:
-                if mark.place >= place:
-                    most = mark.num_shown - (mark.place - place)
-            num_shown = max(min(num_shown, most), 0)
+            num_shown = max(min(num_shown, len(shown.text) - whole.num_held()), 0)
             whole.let_go(place)
             self._marks = [
                 mark._replace(place=mark.place - place, num_shown=mark.num_shown - num_shown)

@@ -1,6 +1,9 @@
 """From what a user passes to requests: how long, under which rule, by which noise."""
 
+import dataclasses
+
 import pytest
+import tokenizers
 from helpers import tiny_llama
 
 from specjax.api.requests import derive_seed, make_requests
@@ -8,6 +11,7 @@ from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import load_drafter
+from specjax.text.tokenization import Tokenizer
 from specjax.types import DELTA, REJECTION, SEEDED
 
 CONTEXT = 64
@@ -118,3 +122,21 @@ def test_derived_seeds_differ_and_stay_below_64_bits():
     assert all(0 <= seed < 2**64 for seed in derived)
     # A seed's first sample is fixed for good: others have stored it.
     assert derive_seed(0, 0) == 0xE220A8397B1DCDAF
+
+
+def test_text_follows_the_prompt_as_the_parameters_say(target):
+    words = {word: i for i, word in enumerate(["<s>", "[CALL]", "\u2581the", "\u2581cat"])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<s>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    backend.decoder = tokenizers.decoders.Metaspace()
+    backend.add_special_tokens(["<s>", "[CALL]"])
+    spoken = dataclasses.replace(target, tokenizer=Tokenizer(backend))
+    for prompt in ("the", [2], [0, 2, 1]):
+        requests, _ = made(spoken, [prompt], n=2, stop="[CALL]")
+        for request in requests:
+            assert request.text.feed([3]).text == " cat", prompt
+            assert request.text.feed([1]).stopped_by == "[CALL]", prompt
+        (request,), _ = made(spoken, [prompt], skip_special_tokens=False)
+        assert request.text.feed([1, 3]).text == "[CALL] cat", prompt
+        (request,), _ = made(spoken, [prompt], stop=" c", include_stop_str_in_output=True)
+        assert request.text.feed([2, 3]).text == " the c", prompt

@@ -200,6 +200,12 @@ def test_a_prompt_that_ends_within_a_character():
         "another begins": (BYTES, face[:3], you, "\u4f60"),
         "never finished": (BYTES, you[:1], you[1:2], ""),
         "byte tokens": (TOKENIZERS["byte_fallback"], fallback[:2], fallback[2:], "\u4f60"),
+        "byte tokens, spoiled": (
+            TOKENIZERS["byte_fallback"],
+            fallback * 2,
+            fallback[:1],
+            "\ufffd" * 7,
+        ),
         "byte tokens, done": (TOKENIZERS["byte_fallback"], fallback, fallback, "\u4f60"),
     }
     for case, (tokenizer, prompt, ids, text) in right.items():
@@ -452,6 +458,10 @@ def test_where_a_stop_string_with_a_special_token_ends_the_text():
     assert _run(BYTES, [[x, bos, a, b]], ["<s>a"], include_stop_str=True)[:2] == ("xa", 3)
     kept = _run(BYTES, [[x, bos, a, b]], ["<s>a"], skip_special_tokens=False)
     assert kept == ("x", 3, "<s>a")
+    both = _run(BYTES, [[x, eos, a, b]], ["ab", "</s>ab", "b"])
+    assert both == ("x", 4, "</s>ab")
+    unfinished = [*_bytes_of("\u4f60")[:2], eos]
+    assert _run(BYTES, [unfinished], ["</s>"], include_stop_str=True)[:2] == ("\ufffd", 3)
     early = IncrementalText(BYTES, ["</s>"])
     assert early.feed([a, eos], may_stop=False) == Fed("a", 2, None)
     assert early.feed([b, eos]) == Fed("b", 2, "</s>")
