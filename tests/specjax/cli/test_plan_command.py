@@ -196,6 +196,20 @@ def test_the_estimate_comes_first_and_stands_where_nothing_compiles(capsys, monk
         assert plan_command.run(parse(["llama-3.1-8b", "--device", "v5e"])) == 0
 
 
+def test_a_terminal_shows_which_step_compiles(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    show = plan_command._Progress()
+    show("compiling a prefill", 1, 3)
+    show("compiled", 3, 3)
+    shown = capsys.readouterr()
+    assert "compiling a prefill (2 of 3, 0 s so far)" in shown.err
+    assert shown.err.endswith("compiled (3 of 3, 0 s so far)\n")
+    assert not shown.out
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    plan_command._Progress()("compiling a prefill", 1, 3)
+    assert not capsys.readouterr().err
+
+
 def parse(arguments):
     parsed = build_parser().parse_args(["plan", *arguments])
     parsed.owns_process = False
