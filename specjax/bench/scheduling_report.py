@@ -89,6 +89,7 @@ def report(document: dict[str, Any], walls: Sequence[dict[str, Any]]) -> str:
     versions = ", ".join(f"{name} {value}" for name, value in with_what.items())
     replayed = f" (replayed with {versions})" if versions else ""
     parts = [HEAD.format(environment=environment, replayed=replayed)]
+    parts += [f"{note}\n" for note in document.get("notes", [])]
     for name, figures in document["replay"].items():
         parts += _replays(name, figures)
     parts.append(_overheads(document["costs"]))
