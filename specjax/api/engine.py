@@ -81,7 +81,7 @@ class Engine:
         mesh_axes: MeshAxisMap | None = None,
         layout: str | Layout = "specjax",
         adapt: Adaptation | None = None,
-        progress: bool | Report = False,
+        progress: bool | Report | None = None,
     ):
         """Loads the models and allocates their pages; arguments as `generate`.
 
@@ -126,6 +126,7 @@ class Engine:
         if adapt is not None:
             self._progress.report("compiling what the drafter learns with", 0, 0)
             attach(adapt, learner, self._loop)
+        self._progress.close()
         self._adapted: tuple[Any, AdaptStats | None] = (), None  # once it is closed
         self._updates = Turns(lambda: False, lambda: None)  # of threads that bring new weights
         self._memory_watch = setup.memory_watch(self._loop)
@@ -506,6 +507,8 @@ class Engine:
             if loop.has_work:
                 loop.abandon()  # an interrupt came before the loop could do so
             raise
+        finally:
+            self._progress.close()  # the caller writes text now
         with self._turns.tables():
             self._totals.run_s = loop.run_s
             self._totals.compile_s = loop.compile_s

@@ -50,7 +50,7 @@ def generate(
     policy: SpeculationPolicy | None = None,
     mesh: Mesh | None = None,
     mesh_axes: MeshAxisMap | None = None,
-    progress: bool | Report = False,
+    progress: bool | Report | None = None,
 ) -> Generation:
     """Generates text; speculation does not change it.
 
@@ -79,7 +79,8 @@ def generate(
         slice by slice onto the devices that keep them.
       mesh_axes: what axes of other names split, such as {"fsdp": "data", "tp": "tensor"}: "data"
         rows and pages, "tensor" heads, MLP and vocabulary.
-      progress: True shows long operations on stderr; a function is called instead, as
+      progress: None shows long operations as bars on stderr where that is a terminal, and in a
+        notebook; True always, False never. A function is called instead, as
         report(what, done, total), with total 0 if it is unknown.
 
     Returns:
@@ -142,12 +143,12 @@ class Stream:
         policy: SpeculationPolicy | None = None,
         mesh: Mesh | None = None,
         mesh_axes: MeshAxisMap | None = None,
-        progress: bool | Report = False,
+        progress: bool | Report | None = None,
         is_streamed: bool = False,
     ):
         self._started_at = time.perf_counter()
         compilation_cache.enable()
-        self._progress = Progress(progress)
+        self._progress, self._is_streamed = Progress(progress), is_streamed
         self._progress.report("loading", 0, 0)
         setup = Setup.of(
             target,
@@ -185,11 +186,13 @@ class Stream:
         total = sum(request.params.max_tokens for request in self._requests)
         try:
             for moved in self._loop.run():
+                if self._is_streamed:
+                    self._progress.close()  # the caller writes text now
                 for request in moved:
                     chunk = writer.chunk(request)
                     num_tokens += len(chunk.token_ids)
                     yield chunk
-                if moved:
+                if moved and not self._is_streamed:
                     self._progress.report("tokens", num_tokens, total)
         finally:
             self._progress.close()

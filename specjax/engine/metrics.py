@@ -38,7 +38,7 @@ _WORDS = {
     "fixed": "the policy is 'fixed'",
     "table": "num_speculative_tokens_per_batch_size says so",
     "probe": "measured, to compare",
-    "nothing measured yet": "the step that drafts was not compiled in time",
+    "nothing measured yet": "the step that drafts was not yet compiled and measured",
     "prompts": "prompts were fed beside",
     "memory gate": "the batch is above speculation_weight_fraction of the memory",
     "pages": "pages were short",

@@ -11,7 +11,7 @@ import numpy as np
 from specjax.config.sampling import SamplingParams
 from specjax.engine.faults import what_it_proposed
 from specjax.engine.flight import Flight, record_of
-from specjax.engine.metrics import BurstRecord
+from specjax.engine.metrics import BurstRecord, which_k
 from specjax.engine.request import (
     SCORE_COLUMNS,
     Request,
@@ -21,6 +21,7 @@ from specjax.engine.request import (
 from specjax.engine.rows import Row
 from specjax.engine.run_state import RunState
 from specjax.policy.interface import Outcome, SpeculationPolicy
+from specjax.runtime.progress import LOGGER
 from specjax.types import StepInfo
 
 MOST_RECORDS = 10_000  # bursts that are remembered
@@ -107,7 +108,11 @@ class Reader:
             if flight.prompts is None:
                 clock.told_at = clock.done_at
         num_tokens = int(figures["num_committed"].sum())
-        self.records.append(record_of(flight, num_steps, seconds, num_tokens))
+        record = record_of(flight, num_steps, seconds, num_tokens)
+        before = self.records[-1].num_speculative_tokens if self.records else None
+        if record.num_speculative_tokens != before and self._policy.max_speculative_tokens:
+            LOGGER.info("%d rows: %s", record.num_rows, which_k([record]))
+        self.records.append(record)
 
     def _outcome(
         self,

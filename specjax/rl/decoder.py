@@ -43,6 +43,7 @@ from specjax.paged import kv_cache
 from specjax.policy.interface import ExpectsAcceptance, SpeculationPolicy
 from specjax.runtime import compilation_cache
 from specjax.runtime.jax_settings import entrance
+from specjax.runtime.progress import Progress, Report
 from specjax.text.tokenization import Tokenizer
 from specjax.types import DecoderParams
 
@@ -82,6 +83,7 @@ class RolloutDecoder:
         self._policy = policy
         self._loop: Loop | None = None
         self._stream: weakref.ref[Any] | None = None  # that uses the loop now
+        self._progress = Progress(False)  # of the call that runs
         self._use: Callable[[], _Use | None] = _no_use  # of the call that runs
         self._lock = threading.Lock()  # held while _use changes
         # The verification rule as a number of specjax.types.
@@ -248,6 +250,16 @@ class RolloutDecoder:
             yield
         finally:
             self._use = _no_use
+
+    @contextlib.contextmanager
+    def showing(self, progress: bool | Report | None) -> Iterator[Report]:
+        """Context that shows what is compiled and done, as of `generate`."""
+        shown = self._progress = Progress(progress)
+        try:
+            yield shown.report
+        finally:
+            shown.close()
+            self._progress = Progress(False)
 
     def hand_over(self, params: Params | DecoderParams, version: int | None = None) -> Loop:
         """Returns the loop with these weights; arrays already in place are not copied.
@@ -461,7 +473,7 @@ class RolloutDecoder:
         return run.loop(
             run.standing_sizes(),
             [self.rule],
-            on_progress=lambda what, done, total: None,
+            on_progress=lambda *of: self._progress.report(*of),
             params=DecoderParams(None),
         )
 

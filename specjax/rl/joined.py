@@ -14,6 +14,7 @@ from specjax.engine.loop import Loop
 from specjax.engine.request import Request
 from specjax.models.base import Params
 from specjax.rl.decoder import RolloutDecoder
+from specjax.runtime.progress import Report
 from specjax.types import DecoderParams
 
 
@@ -37,6 +38,12 @@ class JoinedDecoder(RolloutDecoder):
         self._line: list[object] = []  # rollouts that have not begun, in their order
         self._changed = threading.Condition()  # _shares or _line
         self._own = threading.local()  # its `version` is that of the thread's last rollout
+
+    @contextlib.contextmanager
+    def showing(self, progress: bool | Report | None) -> Iterator[Report]:
+        """As of one rollout, but that threads side by side show nothing by default."""
+        with super().showing(progress or False) as report:
+            yield report
 
     @property
     def params_version(self) -> int:

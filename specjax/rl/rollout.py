@@ -33,6 +33,7 @@ from specjax.rl.beginning import (
 from specjax.rl.decoder import RolloutDecoder, check_decoder
 from specjax.rl.reporting import ALARM_RATE, Run, alarm, learn_lengths, refuse_nonsense
 from specjax.runtime.jax_settings import entrance
+from specjax.runtime.progress import Report
 from specjax.types import DecoderParams
 
 
@@ -52,6 +53,7 @@ def rollout(
     time_budget_s: float | None = None,
     expected_lengths: Sequence[float] | np.ndarray | None = None,
     alarm_rate: float = ALARM_RATE,
+    progress: bool | Report | None = None,
 ) -> Rollout:
     """Samples completions of a batch of prompts from the policy with these weights.
 
@@ -95,6 +97,7 @@ def rollout(
         decoder saw for the same prompts.
       alarm_rate: acceptance rate below which a warning says that the drafter no longer fits
         the policy. The policy chooses K = 0 by itself where drafting does not pay.
+      progress: as for `generate`; by default nothing where threads share the decoder's steps.
 
     Returns:
       num_prompts * num_samples completions, over the data axis of the decoder's mesh; or
@@ -135,7 +138,10 @@ def rollout(
     expect(decoder, table, requests, expected_lengths)
     handed_at = time.perf_counter()
     # Requests left by an exception are dropped by the next call.
-    with decoder.using(params, params_version) as loop:
+    with (
+        decoder.using(params, params_version) as loop,
+        decoder.showing(progress) as report,
+    ):
         run = Run(loop, handed_at)
         for index in longest_first(requests):
             try:
@@ -149,6 +155,8 @@ def rollout(
                 loop.pause()
                 break
             loop.step()
+            num_ended = sum(request.is_finished for request in requests.values())
+            report("samples", num_ended, len(requests))
     for index, request in requests.items():
         table.fill(index, request, most[request])
     refuse_nonsense(table, requests)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import TypeAlias
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
+
+LOGGER = logging.getLogger("specjax")
 
 # Report(name of the work, units done, units in total or 0 if unknown).
 Report: TypeAlias = Callable[[str, int, int], None]
@@ -18,18 +23,26 @@ QUIET_S = 1.0
 class Progress:
     """Passes reports on, or shows them as one bar at a time, or drops them.
 
+    What is not counted, as loading and compiling, is logged with its seconds in any case.
+
+    Args:
+      show: a function to call; True for bars, False for none; None for bars where a person sees
+        them: where stderr is a terminal, and in a notebook.
+
     A function that raises, or a bar that cannot be drawn, is dropped with one warning, and
     the work continues. A KeyboardInterrupt is passed on.
     """
 
-    def __init__(self, show: bool | Report):
+    def __init__(self, show: bool | Report | None = None):
         self._report = show if callable(show) else None
-        self._has_bars = show is True
+        self._has_bars = show is True or (show is None and _is_watched())
+        self._logged = ("", 0.0)  # the uncounted work under way, and when it began
         self._bar: tqdm | None = None
         self._what = ""
 
     def report(self, what: str, done: int, total: int) -> None:
         """Reports that `done` of `total` units of `what` are done."""
+        self._log("" if total else what)
         try:
             if self._report is not None:
                 self._report(what, done, total)
@@ -40,10 +53,22 @@ class Progress:
 
     def close(self) -> None:
         """Removes the bar."""
+        self._log("")
         try:
             self._remove_bar()
         except Exception as error:
             self._drop(error)
+
+    def _log(self, what: str) -> None:
+        """Logs the end of the work under way, and the beginning of this one."""
+        (before, begun_at), now = self._logged, time.perf_counter()
+        if what == before:
+            return
+        if before:
+            LOGGER.info("%s: %.2f s", before, now - begun_at)
+        if what:
+            LOGGER.debug("%s ...", what)
+        self._logged = what, now
 
     def _drop(self, error: Exception) -> None:
         """Stops reporting, with a warning that gives the error."""
@@ -70,3 +95,11 @@ class Progress:
             )
         self._bar.total = total
         self._bar.update(done - self._bar.n)
+
+
+def _is_watched() -> bool:
+    """Returns whether a person sees stderr: on a terminal, or under a cell of a notebook."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        return True
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell is not None and "IPKernelApp" in shell.config

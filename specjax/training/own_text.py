@@ -35,7 +35,7 @@ def text_of_target(
     length: int = 512,
     folder: str | os.PathLike[str] | None = None,
     drafter: DrafterSource = None,
-    progress: bool | Report = False,
+    progress: bool | Report | None = None,
 ) -> TrainingText:
     """Returns what the target writes after prompts, of which what it wrote is learned.
 

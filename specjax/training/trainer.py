@@ -162,7 +162,7 @@ def train(
     start: Model | LoadedDrafter | None = None,
     folder: str | os.PathLike[str] | None = None,
     optimizer: optax.GradientTransformation | None = None,
-    progress: bool | Report = False,
+    progress: bool | Report | None = None,
     on_look: Callable[[Look], None] | None = None,
 ) -> Trained:
     """Trains a drafter for a target, which stays as it is.

@@ -95,7 +95,7 @@ def test_summary_without_speculation():
         (
             (0,),
             "nothing measured yet",
-            "· no drafts: K = 0 in 1 of 1 bursts: the step that drafts was not compiled in time",
+            "· no drafts: K = 0 in 1 of 1 bursts: the step that drafts was not yet compiled and",
         ),
         ((0,), "memory gate", "K = 0 in 1 of 1 bursts: the batch is above speculation_weight_fra"),
         ((3, 0), "goodput", "proposed nothing"),

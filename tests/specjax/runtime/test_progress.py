@@ -1,5 +1,9 @@
 """What reports progress is never why work stops."""
 
+import io
+import logging
+import types
+
 import pytest
 
 from specjax.runtime import progress
@@ -69,3 +73,51 @@ def test_a_bar_that_cannot_be_removed_at_the_end_says_so(monkeypatch):
     with pytest.warns(UserWarning, match="progress bars raised BrokenPipe"):
         shown.close()
     shown.close()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def _notebook(name):
+    return types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(config={name: {}}))
+
+
+def test_bars_are_shown_by_default_where_a_person_sees_them(monkeypatch):
+    cases = [
+        (None, io.StringIO(), None, False),
+        (None, Terminal(), None, True),
+        (None, None, None, False),  # a closed stderr
+        (None, io.StringIO(), _notebook("IPKernelApp"), True),
+        (None, io.StringIO(), _notebook("TerminalIPythonApp"), False),
+        (False, Terminal(), _notebook("IPKernelApp"), False),
+        (True, io.StringIO(), None, True),
+    ]
+    for show, stderr, ipython, has_bars in cases:
+        made = []
+        monkeypatch.setattr(progress, "tqdm", lambda *, made=made, **of: made.append(of) or Bar())
+        monkeypatch.setattr("sys.stderr", stderr)
+        monkeypatch.setitem(progress.sys.modules, "IPython", ipython)
+        Progress(show).report("loading", 0, 0)
+        assert bool(made) == has_bars, (show, stderr, ipython)
+
+
+def test_what_is_not_counted_is_logged_with_its_seconds(caplog):
+    caplog.set_level(logging.DEBUG, logger="specjax")
+    shown = Progress(False)
+    shown.report("compiling a burst", 0, 0)
+    shown.report("compiling a burst", 0, 0)
+    shown.report("tokens", 1, 9)
+    shown.report("tokens", 2, 9)
+    shown.report("reading", 0, 0)
+    shown.close()
+    shown.close()
+    told = [(record.levelname, record.message.split(":")[0]) for record in caplog.records]
+    assert told == [
+        ("DEBUG", "compiling a burst ..."),
+        ("INFO", "compiling a burst"),
+        ("DEBUG", "reading ..."),
+        ("INFO", "reading"),
+    ]
+    assert caplog.records[1].message.endswith(" s")
