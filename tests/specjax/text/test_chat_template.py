@@ -176,6 +176,16 @@ def test_a_process_that_ends_is_an_error_of_its_template(number, message):
         worker.ask(b"a request")
 
 
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no such signals")
+def test_an_interrupt_from_the_keyboard_is_not_for_the_process(monkeypatch):
+    monkeypatch.setattr(template_process._pool, "_idle", [_Worker()])
+    (worker,) = template_process._pool._idle
+    os.kill(worker._process.pid, signal.SIGINT)
+    assert _render("{{ messages[0].content }}") == "hi"
+    assert template_process._pool._idle == [worker]
+    worker.end()
+
+
 @pytest.mark.full
 def test_a_template_that_computes_too_long_is_stopped(monkeypatch):
     monkeypatch.setattr(template_process, "MAX_CPU_S", 0)
@@ -220,10 +230,11 @@ def test_a_python_that_cannot_be_started_is_named(monkeypatch):
 
 PROGRAM = """
 import os
-from specjax.text import chat_template
+from specjax.text import chat_template, template_process
 render = lambda: chat_template.render("{{ messages[0].content }}", [{"content": "hi"}], {})
 assert render() == "hi"
 child = os.fork()
+assert len(template_process._pool._idle) == bool(child)
 assert render() == "hi"
 if child:
     assert os.waitpid(child, 0)[1] == 0
