@@ -16,6 +16,7 @@ from specjax.checkpoints.pretrained_folder import (
     MAX_FILE_BYTES,
     check_folder,
     check_is_here,
+    check_is_path,
     main_dtype,
     write_json,
 )
@@ -72,22 +73,24 @@ def save_pretrained(
         the weights have.
       max_file_bytes: weights of more bytes than this are written as several files and an index.
       naming: of a head: "specforge", "speculators" or "sglang" for EAGLE-3; "speculators" or
-        "specforge" for P-EAGLE; "eagle" or "sglang" for EAGLE; "z-lab" or "speculators" for DFlash
-        and DFlash2; "specforge", "speculators" or "deepspec" for DSpark; "medusa" or "vllm" for
-        Medusa; "ibm" for MLP speculators. "auto" takes the first that can say the head.
+        "specforge" for P-EAGLE; "eagle" or "sglang" for EAGLE; "speculators" for MTP; "z-lab" or
+        "speculators" for DFlash and DFlash2; "specforge", "speculators" or "deepspec" for DSpark;
+        "medusa" or "vllm" for Medusa; "ibm" for MLP speculators. "auto" takes the first that can
+        say the head.
       target: of a head: the model that it is for. Its name and class are written, and its number of
         layers, which flat files of DFlash and DSpark need.
       card: of a head: facts of its training for the card, as {"target": name, "data": ...,
         "steps": ..., "acceptance": [...], "versions": {...}}; "target" is the target's name.
 
     Raises:
-      TypeError: it is neither a model nor a drafter.
+      TypeError: it is neither a model nor a drafter, or the folder is no path.
       ValueError: the folder holds other files, the weights are not those of the config or cannot
         be stored as asked, a config.json cannot say the config, the naming cannot say a flag of a
         head, or the head is for another target.
-      NotImplementedError: MTP layers, which lie in their target's files; other drafters than those
-        above; families that say no `unparse`; weights on devices of other processes.
+      NotImplementedError: other drafters than those above; families that say no `unparse`; weights
+        on devices of other processes.
     """
+    check_is_path(folder, "save_pretrained(model, folder)")
     folder = Path(folder).expanduser()
     if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
         raise ValueError(f"{max_file_bytes=} must be a whole number of at least 1.")

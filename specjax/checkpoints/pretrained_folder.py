@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,19 @@ _OWN_FILES = re.compile(
     r"model\.safetensors\.index\.json|"
     + "|".join(map(re.escape, (MEDUSA_FILES[0], *tokenizer_files.FILES)))
 )
+
+
+def check_is_path(path: Any, order: str) -> None:
+    """Raises TypeError for what is no path, as where a save's two arguments are swapped.
+
+    Args:
+      order: the call as it is meant.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"the folder is {path!r:.100}; expected a path, as in {order}. Are the arguments "
+            "swapped?"
+        )
 
 
 def check_folder(folder: Path) -> None:

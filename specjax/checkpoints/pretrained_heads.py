@@ -100,11 +100,7 @@ def _check_kinds(target: object, card: object) -> None:
 
 
 def kind_of(config: Any) -> Kind:
-    """Returns the kind of a head by its config.
-
-    Raises:
-      NotImplementedError: an MTP layer.
-    """
+    """Returns the kind of a head by its config."""
     if isinstance(config, Eagle3Config):
         return eagle_writing.PARALLEL_EAGLE if config.takes_masks else eagle_writing.EAGLE3
     if isinstance(config, DFlashConfig):
@@ -113,12 +109,7 @@ def kind_of(config: Any) -> Kind:
         return newest_state.MEDUSA
     if not hasattr(config, "is_mtp"):
         return newest_state.MLP_SPECULATOR
-    if config.is_mtp:
-        raise NotImplementedError(
-            "an MTP layer lies in its target's files, and has no folder of its own to be written; "
-            "use save_orbax, or copy the target's folder."
-        )
-    return eagle_writing.EAGLE
+    return eagle_writing.MTP if config.is_mtp else eagle_writing.EAGLE
 
 
 def of_target(target: Model | None, card: Mapping[str, Any] | None) -> OfTarget:
@@ -161,7 +152,8 @@ def _stand_in(config: Any) -> ModelConfig:
         vocab_size=config.target_vocab_size,
         hidden_size=config.target_hidden_size,
         intermediate_size=1,
-        num_layers=max(config.aux_layers),
+        # The tap before the final norm comes after that of the normed output.
+        num_layers=max(config.aux_layers) - getattr(config, "is_mtp", False),
         num_heads=1,
         num_kv_heads=1,
         head_dim=2,

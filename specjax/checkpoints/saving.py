@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from specjax.checkpoints import folders, records, tokenizer_files
+from specjax.checkpoints.pretrained_folder import check_is_path
 from specjax.checkpoints.stored_tree import is_remote, listed
 from specjax.drafters.loading import LoadedDrafter
 from specjax.layouts.converting import convert
@@ -111,11 +112,12 @@ def save_orbax(
         ends before loses the checkpoint.
 
     Raises:
-      TypeError: `what` is neither.
+      TypeError: `what` is neither, or the path is none.
       ValueError: the step is taken or older than the newest, or keep or step is out of range, or
         a spec or config has a field that cannot be saved.
       RuntimeError: Orbax would not write this step.
     """
+    check_is_path(path, "save_orbax(path, model)")
     document, texts, params = _contents(what)
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         if value is not None and (not isinstance(value, int) or value < least):

@@ -92,8 +92,8 @@ def _add_head(parser: argparse.ArgumentParser) -> None:
         "--draft-vocab-size",
         type=at_least(1),
         metavar="N",
-        help="most frequent tokens of the text, the only ones that it can say (eagle3, dflash, "
-        "dspark; default: all)",
+        help="most frequent tokens of the text, the only ones that it can say (eagle3, p-eagle, "
+        "dflash, dspark; default: all)",
     )
     group.add_argument(
         "--head",

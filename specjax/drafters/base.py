@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from specjax.config.checks import is_int
 from specjax.config.speculation import SpeculationConfig
 from specjax.models.abstract import abstract_weights
 from specjax.models.base import MeshAxes, ModelConfig
@@ -376,6 +377,12 @@ def check_no_masks(config: SpeculationConfig, name: str) -> None:
             "parallel_drafting=True is for a draft model whose config.json names a mask token "
             f"(pard_token), and {name} has none; leave it out."
         )
+
+
+def check_num_shards(num_shards: Any) -> None:
+    """Raises ValueError for a number of devices that is no whole number from 1."""
+    if not (is_int(num_shards) and num_shards >= 1):
+        raise ValueError(f"num_shards={num_shards!r:.100} must be a whole number from 1.")
 
 
 def check_no_features(config: SpeculationConfig, name: str) -> None:

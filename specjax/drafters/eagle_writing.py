@@ -1,4 +1,4 @@
-"""Says EAGLE, EAGLE-3 and P-EAGLE heads in the namings that they are published in.
+"""Says EAGLE, EAGLE-3, P-EAGLE and MTP heads in the namings that they are published in.
 
 Captured layers are inputs of layers here. `speculators` and vLLM say them so, under a key at the
 top; SGLang and SpecForge say outputs of layers, under the same key in `eagle_config`. Flat files
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from specjax.drafters import head_writing
+from specjax.drafters import head_writing, mtp_files
 from specjax.drafters.eagle_files import AUX_KEY, KIND, PARALLEL_KIND
 from specjax.drafters.head_writing import Kind, Naming, OfTarget, unlike
 from specjax.models import eagle, eagle3
@@ -241,6 +241,40 @@ EAGLE = Kind(
             functools.partial(_eagle, class_name="LlamaForCausalLMEagle"),
             eagle.weights_of,
             ("SGLang",),
+        ),
+    },
+)
+
+
+def _mtp_refusals(config: EagleConfig, target: OfTarget) -> list[str]:
+    del target
+    own = config.layers
+    found = unlike(config, has_hidden_first=False, fc_bias=False, layers__layer_windows=())
+    return found + head_writing.biases(own) + unlike(config, layers__mlp_bias=False)
+
+
+def _mtp(config: EagleConfig, target: OfTarget) -> Json:
+    own, name = config.layers, mtp_files.METHOD
+    model_type = "qwen3" if own.qk_norm else "llama"
+    return {
+        "architectures": ["MTPDraftModel"],
+        "speculators_model_type": name,
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": head_writing.speculators_config(name, 1, target),
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": head_writing.layers_json(
+            own, config.target_vocab_size, model_type
+        ),
+    }
+
+
+MTP = Kind(
+    mtp_files.METHOD,
+    "MTP",
+    {
+        "speculators": Naming(
+            _mtp_refusals, _mtp, eagle.weights_of, (), nested="transformer_layer_config"
         ),
     },
 )

@@ -16,6 +16,7 @@ from specjax.drafters.base import (
     ModelWork,
     check_no_features,
     check_no_masks,
+    check_num_shards,
 )
 from specjax.drafters.quantised_target import QuantisedTarget
 from specjax.drafters.spec import HybridDrafter, Shaped, beside_history
@@ -58,8 +59,7 @@ class SelfDrafter(Shaped):
         size = self.group_size
         if size is not None and not (is_int(size) and size >= 1):
             raise ValueError(f"group_size={size!r:.100} must be a whole number from 1, or None.")
-        if not (is_int(self.num_shards) and self.num_shards >= 1):
-            raise ValueError(f"num_shards={self.num_shards!r:.100} must be a whole number from 1.")
+        check_num_shards(self.num_shards)
         try:
             layers = tuple(sorted(set(self.skip_layers)))
         except TypeError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+from specjax.config.checks import is_int
 from specjax.config.speculation import MAX_DRAFT_NODES, SpeculationConfig
 from specjax.drafters import draft_model, history, hybrid, ngram, none, parallel_model
 from specjax.drafters.base import (
@@ -14,6 +15,7 @@ from specjax.drafters.base import (
     ModelWork,
     check_no_features,
     check_no_masks,
+    check_num_shards,
     no_tree_message,
 )
 from specjax.drafters.base import DrafterSpec as DrafterSpec
@@ -240,6 +242,12 @@ class ModelDrafter(Shaped):
     said: TokenSet | None = None  # the tokens that it may draft; None: all
     is_parallel: bool | None = None  # None: as the config says, by its mask_token_id
 
+    def __post_init__(self):
+        check_num_shards(self.num_shards)
+        most = self.max_positions
+        if most is not None and not (is_int(most) and most >= 1):
+            raise ValueError(f"max_positions={most!r:.100} must be a whole number from 1, or None.")
+
     @property
     def takes_masks(self) -> bool:
         """Whether it drafts all tokens of a step in one forward, over mask tokens."""
@@ -268,6 +276,7 @@ class ModelDrafter(Shaped):
         Raises:
           ValueError: heads or MLP cannot be split so.
         """
+        check_num_shards(num_shards)
         if (field := undivided(self.config, num_shards)) is not None:
             raise ValueError(
                 f"{field}={getattr(self.config, field)} of the draft model is not divisible by "

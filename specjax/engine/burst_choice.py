@@ -69,6 +69,7 @@ class BurstChoice:
         # Rows that draft nothing in this burst need no drafter catch-up.
         flight.num_behind = int(load.num_behind[kept][caps > 0].max(initial=1))
         if flight.decision is decision:  # else pages allow no drafts
+            flight.is_cut = flight.num_steps < num_steps
             flight.asked_depth = np.minimum(caps, decision.num_speculative_tokens)
             if decision.draft_caps is not None:
                 own = np.asarray(decision.draft_caps)[kept]

@@ -144,6 +144,8 @@ class Reader:
             num_context_tokens=flight.context_tokens + int(num_committed.sum()) / 2,
             num_behind=flight.num_behind,
             is_short=len(num_committed) < flight.least_timed,
+            growth=flight.growth,
+            is_cut=flight.is_cut,
             requests=np.array([r.request.number for r in rows.values()], np.int64),
             asked_depth=asked[list(rows)],
             **figures,

@@ -54,6 +54,9 @@ MOST_HOPE = 2.0
 # Least extra budget of a new pair, in bursts: what is learned early serves longest.
 FIRST_HOPE = 0.5
 GAIN_SHARE = 0.05  # fraction of the seconds saved by drafting that joins the extra budget
+# Share of a burst that pages cut in the steps that are expected of the next, and a tenth of it by
+# which that number grows after each that they did not.
+GROWTH_SHARE = 0.1
 ENOUGH_MEASURED = 3  # measurements after which a bucket may run for more than a probe
 # Seconds of plain decoding after which a probe that drafts is due, and the fraction of plain
 # decoding that it may lose, drafter catch-up included.
@@ -229,6 +232,7 @@ class Goodput:
         self._last_of: dict[Bucket, tuple[int, int, float]] = {}
         self._num_observed = 0
         self._burst_steps = 1  # most steps of a burst
+        self._growth = math.inf  # tokens per row, about, that pages allow a burst
         self._buckets_of: dict[int, tuple[Bucket, ...]] = {}  # by rows
         self._rates: dict[Bucket, float] = {}  # tokens per second of the last candidates
         self._compared: _Candidate | None = None  # the fastest of them that drafts
@@ -292,6 +296,7 @@ class Goodput:
         self.survival.forget_others(outcome.requests)
         if not outcome.prompt_tokens:
             self.ledger.note(bucket)
+            self._growth = _growth_after(self._growth, outcome)
         if bucket.num_speculative_tokens and outcome.num_steps:
             self.survival.observe(
                 outcome.requests,
@@ -383,7 +388,7 @@ class Goodput:
                 return []
             if not self.costs.count(bucket):
                 seconds *= 1 - OPTIMISM
-            seconds += self.costs.burst_s / _usual_steps(bucket, seconds, load)
+            seconds += self.costs.burst_s / _usual_steps(bucket, seconds, load, self._growth)
             rate = slots.together(bucket) * tokens / seconds
             candidates.append(_Candidate(bucket, tokens, seconds, rate, doubt, slots))
         return candidates
@@ -977,9 +982,22 @@ def _is_long(plain_s: float) -> bool:
     return LEAST_STEPS * plain_s > PROBE_S
 
 
-def _usual_steps(bucket: Bucket, step_s: float, load: Load) -> int:
-    """Returns the steps of a burst that is no probe."""
-    steps = max(load.num_probe_steps, 1)
+def _growth_after(growth: float, outcome: Outcome) -> float:
+    """Returns the tokens per row, about, that pages allow a burst, after one more.
+
+    It changes slowly, so that K does not change from burst to burst.
+    """
+    if not outcome.is_cut:
+        return max(growth * (1 + GROWTH_SHARE / 10), outcome.growth)
+    if math.isinf(growth):
+        return outcome.growth
+    return growth + GROWTH_SHARE * (outcome.growth - growth)
+
+
+def _usual_steps(bucket: Bucket, step_s: float, load: Load, growth: float = math.inf) -> int:
+    """Returns the steps of a burst that is no probe; growth as of `_growth_after`."""
+    width = 1 + bucket.num_speculative_tokens
+    steps = int(max(min(load.num_probe_steps, growth / width), 1))
     if not bucket.num_speculative_tokens:
         return steps
     return min(steps, max(int(MOST_DRAFTING_S / step_s), LEAST_STEPS))

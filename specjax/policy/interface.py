@@ -102,6 +102,8 @@ class Outcome:
     num_context_tokens: float  # of all rows, midway
     num_behind: int  # maximum over rows: tokens that the drafter had to catch up with first
     is_short: bool  # too few steps to time them well
+    growth: int = 0  # most tokens that each row had pages for
+    is_cut: bool = False  # whether it had fewer steps than were asked for, for want of pages
     requests: Any  # i64[rows]
     asked_depth: Any  # i64[rows], tokens that each was asked to draft
     num_committed: Any

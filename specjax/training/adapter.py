@@ -229,9 +229,11 @@ class DrafterAdapter:
         drawn = ring.drawn(self._updates, self._rows, self._seed)
         key = jax.random.fold_in(jax.random.key(self._seed), int(state.num_updates))
         heat: Any = 1.0 if batch.sampling is None else batch.sampling.temperature
-        learned: Any = self._learn(
-            heat or 1.0, state.params, state.opt_state, _policy(params), drawn, key
-        )
+        policy = _policy(params)
+        with learning.traced_beside(policy):
+            learned: Any = self._learn(
+                heat or 1.0, state.params, state.opt_state, policy, drawn, key
+            )
         own, opt_state, loss, has_learned, before, after = jax.block_until_ready(learned)
         updates = int(state.num_updates) + self._updates
         state = state._replace(params=own, opt_state=opt_state, num_updates=updates)

@@ -15,6 +15,7 @@ from specjax.training.options import (
     check_names,
     flag_option,
     layers_like,
+    mask_option,
     size_option,
     vocabulary,
 )
@@ -105,11 +106,6 @@ def _config(target: ModelConfig, options: dict[str, Any], **more: Any) -> Learne
     block_size = size_option(options, "block_size", most)
     if not least <= block_size <= most:
         raise ValueError(f"{block_size=} must be from {least} to {most}.")
-    last = target.vocab_size - 1
-    mask = options.get("mask_token_id", last if target.mask_token_id is None else None)
-    mask = target.mask_token_id if mask is None else mask
-    if not isinstance(mask, int) or not 0 <= mask <= last:
-        raise ValueError(f"mask_token_id={mask!r} must be a token of the target, 0 to {last}.")
     aux = options.get("aux_layers") or _spread(target.num_layers, layers.num_layers)
     return LearnedConfig(
         layers=layers,
@@ -117,7 +113,7 @@ def _config(target: ModelConfig, options: dict[str, Any], **more: Any) -> Learne
         target_hidden_size=target.hidden_size,
         aux_layers=captured_layers(target, aux),
         block_size=block_size,
-        mask_token_id=mask,
+        mask_token_id=mask_option(target, options),
         causal_layers=(flag_option(options, "is_causal", False),) * layers.num_layers,
         samples_from_anchor=from_anchor,
         tokens_per_root=size_option(options, "tokens_per_root", TOKENS_PER_ROOT),

@@ -66,7 +66,8 @@ class Kind(NamedTuple):
     """A kind of drafter that can be trained.
 
     Attributes:
-      name: as `SpeculationConfig.method` names it.
+      name: as `SpeculationConfig.method` names it; of P-EAGLE, whose method is that of EAGLE-3,
+        its own.
       configure: (target's config, options) -> config. Raises ValueError for an option that the
         kind does not have.
       begin: (key, config, target, target_ids) -> params in float32, before any training.

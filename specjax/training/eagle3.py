@@ -1,4 +1,4 @@
-"""EAGLE-3: training-time test, in which the head reads its own features as it does when it drafts.
+"""EAGLE-3 and its family: training-time test, in which a head reads what it reads when it drafts.
 
 Source: Li et al. 2025, arXiv:2503.01840, section 3.2. At step s = 0 the pair at the slot of token p
 is that of the token and the target's feature of the token before. At step s > 0 its feature is what
@@ -8,10 +8,14 @@ target's features, and those of p - s + 1 ... p are of steps 1 ... s. So a query
     keys of step 0 at slots 1 ... p - s,  of step 1 at p - s + 1,  ...,  of step s at p
 
 The draft token that step s says at slot p is number s of the root p - s.
+
+EAGLE and MTP (`specjax.training.eagle`) differ in their equations alone. P-EAGLE differs in its
+pairs: at each step s > 0 that of a mask, which knows no draft token. Its queries see the same keys.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.drafters.base import DrafterSpec
+from specjax.drafters.eagle import AnyEagle, equations_of
 from specjax.drafters.head_specs import EagleDrafter
 from specjax.models import eagle3, head_parts
 from specjax.models.base import LayerCache, ModelConfig, Params
@@ -32,6 +37,7 @@ from specjax.training.options import (
     check_names,
     flag_option,
     layers_like,
+    mask_option,
     vocabulary,
     with_quiet_layers,
     with_vocabulary,
@@ -54,6 +60,22 @@ def configure(target: ModelConfig, options: dict[str, Any]) -> Eagle3Config:
         norm_output, see Eagle3Config (False); draft_vocab_size, see `vocabulary`.
     """
     check_names("eagle3", options, OPTIONS)
+    return _config(target, options)
+
+
+def configure_masks(target: ModelConfig, options: dict[str, Any]) -> Eagle3Config:
+    """Returns the config of a P-EAGLE head for a target.
+
+    Args:
+      options: those of EAGLE-3, of which num_layers is 4 by default; mask_token_id, see
+        `mask_option`.
+    """
+    check_names("p-eagle", options, (*OPTIONS, "mask_token_id"))
+    mask = mask_option(target, options)
+    return dataclasses.replace(_config(target, {"num_layers": 4} | options), mask_token_id=mask)
+
+
+def _config(target: ModelConfig, options: dict[str, Any]) -> Eagle3Config:
     flags = {name: flag_option(options, name, False) for name in FLAGS}
     if flags["norm_before_fc"] and flags["has_fc_norms"]:
         raise ValueError(
@@ -73,32 +95,41 @@ def configure(target: ModelConfig, options: dict[str, Any]) -> Eagle3Config:
 
 def propose(
     params: Params,
-    config: Eagle3Config,
+    config: AnyEagle,
     target: Target,
     text: TextBatch,
     states: TargetStates,
     depth: int,
     key: Array | None,
 ) -> Drafts:
-    """Returns the drafts after every token but the first; see `Propose`."""
+    """Returns the drafts after every token but the first, of any head of pairs; see `Propose`."""
     del key
+    model = equations_of(config)
     rows, length = text.token_ids.shape
     positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
     table = params["embed_tokens"] if config.has_embedding else None
-    embedded = target.embed(text.token_ids) if table is None else table[text.token_ids]
-    features = _from_slot_before(eagle3.feature(params, config, states.taps))
+    embed = lambda token_ids: target.embed(token_ids) if table is None else table[token_ids]
+    pairs = embed(text.token_ids), _from_slot_before(model.feature(params, config, states.taps))
     caches: tuple[LayerCache, ...] = ((),) * config.layers.num_layers
     attend = functools.partial(_attend, config.layers.scale)
-    run = lambda features, caches: eagle3.forward(
-        params, config, embedded, features, positions, attend, caches
-    )
+
+    def run(embedded: Array, features: Array, caches: tuple[LayerCache, ...]) -> Any:
+        x = model.joined(params, config, embedded, features)
+        return model.forward(params, config, embedded, x, positions, attend, caches)
+
     if rows * length > MOST_TOKENS_KEPT:
         run = jax.checkpoint(run)  # the backward pass computes the inside of a step again
+    masks = None
+    if isinstance(config, Eagle3Config) and config.takes_masks:
+        feature = eagle3.mask_feature(params, config)
+        masked = embed(jnp.full_like(text.token_ids, jnp.int32(config.mask_token_id)))
+        masks = masked, jnp.broadcast_to(feature, (rows, length, *feature.shape))
     hidden = []
     for _ in range(depth):
-        out, caches = run(features, caches)
-        hidden.append(eagle3.normed_output(params, config, out))
-        features = _from_slot_before(eagle3.next_feature(params, config, out))
+        out, caches = run(*pairs, caches)
+        hidden.append(model.normed_output(params, config, out))
+        following = _from_slot_before(model.next_feature(params, config, out))
+        pairs = (pairs[0], following) if masks is None else masks
 
     def score(read: Array, s: int) -> Array:
         del s
@@ -198,9 +229,9 @@ def begin(key: Array, config: Eagle3Config, target: Target, target_ids: Array | 
     return with_vocabulary(params, target, target_ids)
 
 
-def _is_eagle3(spec: DrafterSpec) -> bool:
-    own = getattr(spec, "config", None)
-    return isinstance(spec, EagleDrafter) and isinstance(own, Eagle3Config) and not own.takes_masks
+def _is_eagle3(spec: DrafterSpec, takes_masks: bool = False) -> bool:
+    own = spec.config if isinstance(spec, EagleDrafter) else None
+    return isinstance(own, Eagle3Config) and own.takes_masks == takes_masks
 
 
 KIND = Kind(
@@ -211,4 +242,9 @@ KIND = Kind(
     propose=propose,
     spec=EagleDrafter,
     is_kind_of=_is_eagle3,
+)
+KIND_OF_MASKS = KIND._replace(
+    name="p-eagle",
+    configure=configure_masks,
+    is_kind_of=functools.partial(_is_eagle3, takes_masks=True),
 )

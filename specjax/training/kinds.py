@@ -6,11 +6,14 @@ from typing import Any
 
 from specjax.drafters.base import DrafterSpec
 from specjax.drafters.spec import HybridDrafter
-from specjax.training import dflash, draft_model, eagle3, medusa, mlp_speculator
+from specjax.training import dflash, draft_model, eagle, eagle3, medusa, mlp_speculator
 from specjax.training.drafts import Kind
 
 _ALL = (
     eagle3.KIND,
+    eagle3.KIND_OF_MASKS,
+    eagle.KIND,
+    eagle.KIND_OF_MTP,
     dflash.KIND,
     dflash.KIND_OF_DSPARK,
     medusa.KIND,
@@ -43,8 +46,8 @@ def kind_of_spec(spec: DrafterSpec) -> tuple[Kind, Any]:
             return kind, own.config
     what = type(own).__name__
     config = getattr(own, "config", None)
-    if getattr(config, "takes_masks", False) or getattr(own, "takes_masks", False):
-        what += " with a mask token (P-EAGLE, PARD)"
+    if getattr(own, "takes_masks", False):
+        what += " with a mask token (PARD)"
     elif config is not None:
         what += f" with {type(config).__name__}"
     raise NotImplementedError(f"{what} cannot be trained; expected one of {', '.join(KINDS)}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import optax
 from jax import Array
 from jax.typing import DTypeLike
 
+from specjax import sharding
 from specjax.config.checks import is_int
 from specjax.models.base import ModelConfig, Params
 from specjax.training.drafts import Kind
@@ -239,6 +241,16 @@ def learner_of(
         objective=objective or Objective(),
         dtype=compute_dtype(params),
     )
+
+
+def traced_beside(params: Params) -> contextlib.AbstractContextManager[None]:
+    """Context for tracing what learns from a target: its ops are for the devices of the weights.
+
+    Args:
+      params: of the target; over no mesh, ops are for the default device.
+    """
+    place = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    return sharding.lowered(getattr(place, "mesh", None))
 
 
 def split(params: Params) -> tuple[Params, Params]:

@@ -41,6 +41,22 @@ def flag_option(options: dict[str, Any], name: str, default: bool) -> bool:
     return flag
 
 
+def mask_option(target: ModelConfig, options: dict[str, Any]) -> int:
+    """Returns the token that stands for those to be drafted: by default the target's mask token,
+    else its last token.
+
+    Raises:
+      ValueError: it is no token of the target.
+    """
+    last = target.vocab_size - 1
+    mask = options.get("mask_token_id")
+    if mask is None:
+        mask = last if target.mask_token_id is None else target.mask_token_id
+    if not is_int(mask) or not 0 <= mask <= last:
+        raise ValueError(f"mask_token_id={mask!r} must be a token of the target, 0 to {last}.")
+    return mask
+
+
 def layers_like(
     target: ModelConfig, options: dict[str, Any], vocab_size: int, **others: Any
 ) -> ModelConfig:

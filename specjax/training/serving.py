@@ -250,7 +250,8 @@ class WindowLearner:
         places = [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(target)]
         key = jax.tree.structure(target), tuple(places)
         if key not in self._compiled:
-            self._compiled[key] = self._jitted(arguments[:2]).lower(*arguments).compile()
+            with learning.traced_beside(target):
+                self._compiled[key] = self._jitted(arguments[:2]).lower(*arguments).compile()
         return self._compiled[key]
 
     def _jitted(self, own: Any = None) -> Any:

@@ -173,7 +173,8 @@ def train(
     Args:
       target: its weights may lie on a mesh.
       text: what the drafter learns along; `text_of_target` makes the best.
-      kind: "eagle3", "dflash", "dspark", "medusa", "mlp_speculator" or "draft_model".
+      kind: "eagle3", "p-eagle", "eagle", "mtp", "dflash", "dspark", "medusa", "mlp_speculator" or
+        "draft_model".
       head: options of the kind, as num_layers; each module `specjax.training.<kind>` lists its own.
       held_out: text to look at, or the fraction of `text` that is kept for it.
       start: a draft model or a head that goes on learning, of any kind that can be trained; `kind`
@@ -254,7 +255,9 @@ class _Run:
         """Returns the objective along held-out text, and what that says of some weights."""
         total: Sums | None = None
         for batch in text.in_order(self.config.rows):
-            found = learning.evaluate(self.learner, params, self.target_params, self.placed(batch))
+            placed = self.placed(batch)
+            with learning.traced_beside(self.target_params):
+                found = learning.evaluate(self.learner, params, self.target_params, placed)
             total = figures.add(total, found)
         assert total is not None
         value = float(value_of(self.learner.objective, total))
@@ -305,9 +308,10 @@ def _loop(
         step = memory.step
         bar.report("training", step, config.steps)
         batch = run.placed(training.batch(step, config.rows, config.seed))
-        memory.state, loss = learning.update(
-            run.learner, run.optimizer, memory.state, run.target_params, batch
-        )
+        with learning.traced_beside(run.target_params):
+            memory.state, loss = learning.update(
+                run.learner, run.optimizer, memory.state, run.target_params, batch
+            )
         _count(memory, float(loss))
         step += 1
         if step % config.eval_every == 0 or step == config.steps:

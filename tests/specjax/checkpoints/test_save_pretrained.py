@@ -300,6 +300,12 @@ def test_a_failed_save_changes_nothing(tmp_path):
         specjax.save_pretrained(model, folder, max_file_bytes=0)
     with pytest.raises(TypeError, match="neither a Model nor"):
         specjax.save_pretrained(model.params, folder)
+    drafter = specjax.LoadedDrafter("n-gram", specjax.NgramDrafter())
+    for what in (model, drafter, model.params):
+        with pytest.raises(TypeError, match=r"as in save_pretrained\(model, folder\)"):
+            specjax.save_pretrained(folder, what)
+        with pytest.raises(TypeError, match=r"as in save_orbax\(path, model\)"):
+            specjax.save_orbax(what, folder)
     assert os.listdir(tmp_path) == ["saved"]
     assert_same(specjax.load_model(folder).params, model.params)
 

@@ -49,6 +49,17 @@ MOST_NODES = 1 + 2 + 4 + 4
 MODEL = tiny_llama(0, vocab_size=VOCAB, num_layers=1)
 
 
+@pytest.mark.parametrize(
+    "options", [{"num_shards": 0}, {"num_shards": -2}, {"num_shards": 1.0}, {"max_positions": 0}]
+)
+def test_numbers_that_mean_nothing(options):
+    with pytest.raises(ValueError, match="must be a whole number from 1"):
+        ModelDrafter(MODEL.config, **options)
+    if "num_shards" in options:
+        with pytest.raises(ValueError, match="must be a whole number from 1"):
+            ModelDrafter(MODEL.config).split(**options)
+
+
 def prompt_of(row):
     return [(row * 5 + place) % VOCAB for place in range(row % 3 + 1)]
 

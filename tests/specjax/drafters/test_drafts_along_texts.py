@@ -14,7 +14,10 @@ import numpy as np
 import pair_heads
 import pytest
 import test_dflash
+import test_eagle1
+import test_mtp
 import test_newest_state
+import test_parallel_eagle
 from asked_for import quick
 from head_equations import TARGET, VOCAB, mlp, rms, wide
 
@@ -23,6 +26,7 @@ from specjax.models.dense import sequence_logits
 from specjax.testing.tiny_models import tiny_config
 from specjax.training import dflash as dflash_kind
 from specjax.training import draft_model as draft_model_kind
+from specjax.training import eagle as eagle_kind
 from specjax.training import eagle3 as eagle3_kind
 from specjax.training import medusa as medusa_kind
 from specjax.training import mlp_speculator as mlp_kind
@@ -67,6 +71,21 @@ def of_eagle3(config, params, tokens, root, taps):
         following = rms(r, params["norm"]) if config.norm_output else r
         features = np.concatenate([features, following[None]])
     return np.stack(rows), None
+
+
+def of_pairs(reference, config, params, tokens, root, taps):
+    head, rows, features = reference(config, params), [], taps[:root, 0]
+    for end in range(root + 1, len(tokens) + 1):
+        r = head.outputs(tokens[:end], features)[-1]
+        rows.append(r @ head.head.T)
+        features = np.concatenate([features, r[None]])
+    return np.stack(rows), None
+
+
+def of_masks(config, params, tokens, root, taps):
+    head, depth = test_parallel_eagle.OverMasks(config, params), len(tokens) - root
+    r, _ = head.draft(list(tokens[: root + 1]), taps[:root], depth)
+    return eagle3_heads.logits_of(head.params, config, head.head, r), None
 
 
 def of_dflash(config, params, tokens, root, taps):
@@ -130,6 +149,30 @@ CASES = {
             lambda name=name: eagle3_heads.make_head(name),
         )
         for name in eagle3_heads.FLAGS
+    },
+    **{
+        f"P-EAGLE, {name}": (
+            eagle3_kind.KIND_OF_MASKS,
+            of_masks,
+            lambda name=name: eagle3_heads.make_head(name, mask_token_id=test_parallel_eagle.MASK),
+        )
+        for name in eagle3_heads.FLAGS
+    },
+    **{
+        f"EAGLE, {name}": (
+            eagle_kind.KIND,
+            functools.partial(of_pairs, pair_heads.Reference),
+            lambda name=name: test_eagle1.make_head(name),
+        )
+        for name in test_eagle1.FLAGS
+    },
+    **{
+        f"MTP, {name}": (
+            eagle_kind.KIND_OF_MTP,
+            functools.partial(of_pairs, test_mtp.MtpReference),
+            lambda name=name: test_mtp.make_layer(name),
+        )
+        for name in test_mtp.KINDS
     },
     **{
         f"DFlash, {name}": (dflash_kind.KIND, of_dflash, lambda name=name: learned_dflash(name))

@@ -14,8 +14,7 @@ from written_heads import CASES, DEEP, NAMINGS, SHALLOW, eagle3_of
 
 import specjax
 from specjax.checkpoints import pretrained_heads
-from specjax.drafters.head_specs import EagleDrafter
-from specjax.models import eagle, weight_writing
+from specjax.models import weight_writing
 from specjax.models.safetensors import open_file
 from specjax.models.weight_files import open_folder
 
@@ -153,6 +152,12 @@ TENSORS = {
     | layer("layers.1."),
     ("EAGLE, tables", "eagle"): {"embed_tokens.weight", "fc.weight", "lm_head.weight"}
     | layer("layers.0.", ATTENTION_AND_MLP[1:]),
+    ("MTP, norms of queries", "speculators"): layer(
+        "mtp_layers.0.",
+        (*ATTENTION_AND_MLP, "self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+        *(f"{name}_layernorm.weight" for name in ("token", "hidden", "final")),
+        "input_proj.weight",
+    ),
     ("DFlash, plain", "z-lab"): OF_BLOCK,
     ("DFlash, a part of the vocabulary", "speculators"): OF_BLOCK
     | {"d2t", "t2d", "embed_tokens.weight", "lm_head.weight"},
@@ -344,6 +349,10 @@ VALUES = {
     ("EAGLE, a bias of fc", "eagle"): {"architectures": ["LlamaForCausalLM"], "bias": True},
     ("EAGLE, plain", "sglang"): {"architectures": ["LlamaForCausalLMEagle"], "bias": False},
     ("EAGLE, biases of queries alone", "eagle"): {"qkv_bias": True, "attention_bias": False},
+    ("MTP, norms of queries", "speculators"): {
+        "speculators_model_type": "mtp",
+        "num_nextn_predict_layers": 1,
+    },
     ("DFlash, causal", "z-lab"): {
         "is_causal": True,
         "dflash_config": {"mask_token_id": 60, "target_layer_ids": [1, 4], "causal": True},
@@ -387,7 +396,7 @@ def test_flags_are_said_to_readers_that_ask_config_json(name, where, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("EAGLE-3, plain", 3), ("DFlash, plain", 3), ("DFlash, the anchor", 4)],
+    [("EAGLE-3, plain", 3), ("MTP, plain", 1), ("DFlash, plain", 3), ("DFlash, the anchor", 4)],
 )
 def test_servers_are_told_how_many_tokens_to_draft(name, count, tmp_path):
     case = CASES[name]
@@ -602,15 +611,6 @@ def test_dflash2_says_how_its_target_scales(tmp_path):
 
 
 # Other drafters, and cards
-
-
-def test_mtp_layers_are_refused(tmp_path):
-    config = dataclasses.replace(
-        written_heads.eagle_of(), is_mtp=True, aux_layers=(SHALLOW.config.num_layers + 1,)
-    )
-    head = specjax.LoadedDrafter("mtp", EagleDrafter(config), eagle.init(jax.random.key(0), config))
-    with pytest.raises(NotImplementedError, match="an MTP layer lies in its target's files"):
-        specjax.save_pretrained(head, tmp_path / "saved")
 
 
 def test_what_is_no_head(tmp_path):

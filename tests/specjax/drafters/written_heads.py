@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from head_equations import VOCAB
 import specjax
 from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter, NewestStateDrafter
 from specjax.models import dflash, eagle, eagle3, medusa, mlp_speculator
-from specjax.models.base import ModelConfig, RopeConfig
+from specjax.models.base import ModelConfig, RopeConfig, before_final_norm
 from specjax.models.eagle import EagleConfig
 from specjax.models.eagle3 import Eagle3Config
 from specjax.models.medusa import MedusaConfig
@@ -81,6 +82,11 @@ def eagle_of(own: dict[str, Any] | None = None, **flags: Any) -> EagleConfig:
     return EagleConfig(
         layers=layers(**own or {}), target_vocab_size=VOCAB, aux_layers=(depth,), **flags
     )
+
+
+def mtp_of(own: dict[str, Any] | None = None, **flags: Any) -> EagleConfig:
+    aux = before_final_norm(SHALLOW.config.num_layers)
+    return dataclasses.replace(eagle_of(own, **flags), is_mtp=True, aux_layers=(aux,))
 
 
 def block_of(own: dict[str, Any] | None = None, **flags: Any) -> dflash.DFlashConfig:
@@ -195,6 +201,14 @@ _DSPARK = {
         ("specforge", "speculators"),
     ),
 }
+_MTP = {
+    "plain": (mtp_of(), ("speculators",)),
+    "norms of queries": (mtp_of({"qk_norm": True}), ("speculators",)),
+    "tables": (mtp_of(has_embedding=True, has_head=True), ("speculators",)),
+    "hidden state first": (mtp_of(has_hidden_first=True), ()),
+    "biases of queries": (mtp_of({"qkv_bias": True}), ()),
+    "a bias of fc": (mtp_of(fc_bias=True), ()),
+}
 _MEDUSA = {
     "plain": (MedusaConfig(**SIZES), ("medusa", "vllm")),
     "two blocks": (MedusaConfig(**SIZES, num_blocks=2), ("medusa", "vllm")),
@@ -213,6 +227,7 @@ _KINDS = {
     "EAGLE-3": (_EAGLE3, DEEP),
     "P-EAGLE": (_PEAGLE, DEEP),
     "EAGLE": (_EAGLE, SHALLOW),
+    "MTP": (_MTP, SHALLOW),
     "DFlash": (_DFLASH, DEEP),
     "DFlash2": (_DFLASH2, DEEP),
     "DSpark": (_DSPARK, DEEP),
@@ -228,6 +243,7 @@ NAMINGS = {
     "EAGLE-3": ALL_OF_EAGLE3,
     "P-EAGLE": ("speculators", "specforge"),
     "EAGLE": ("eagle", "sglang"),
+    "MTP": ("speculators",),
     "DFlash": BOTH,
     "DFlash2": ("z-lab", "speculators"),
     "DSpark": ("specforge", "speculators", "deepspec"),

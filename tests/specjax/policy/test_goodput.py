@@ -1069,6 +1069,35 @@ def test_what_a_burst_takes_beside_its_steps_is_no_part_of_a_step():
     assert ratio == pytest.approx(step_s(Bucket(1, 3), 100) / step_s(Bucket(1, 0), 100), rel=0.1)
 
 
+def test_a_burst_that_pages_cut_has_fewer_steps_to_share_what_it_takes():
+    """At K = 1 a step takes 1.14 times as long and commits half a token more; what a burst takes
+    beside its steps is that of five. Pages of two tokens are one such step, or two plain ones."""
+    policy = trained(accepted=0, most=1)
+    drafting = Decision(num_speculative_tokens=1, reason="test", row_bucket=1)
+    every_other = np.arange(32)[:, None] % 2
+    ran = outcome(load(), drafting, seconds=None)
+    ran = dataclasses.replace(ran, num_committed=1 + every_other, num_accepted=every_other)
+    for _ in range(10):
+        policy.observe(ran)
+    policy.costs.start_burst(5 * policy.costs.seconds(Bucket(1, 0), 100))
+    chosen = lambda: policy.choose(load()).num_speculative_tokens
+    assert chosen() == 1
+    cut, whole = (dataclasses.replace(ran, growth=n, is_cut=n == 2) for n in (2, 64))
+    policy.observe(cut)
+    assert chosen() == 0
+    # What one burst says changes no K; those that follow do.
+    policy.observe(dataclasses.replace(cut, growth=64))
+    assert chosen() == 0
+    policy.observe(whole)
+    assert chosen() == 1
+    for _ in range(15):
+        policy.observe(cut)
+        assert chosen() == 1
+    for _ in range(15):
+        policy.observe(cut)
+    assert chosen() == 0
+
+
 def test_bursts_far_apart_or_after_a_pause_tell_nothing_of_what_a_burst_takes():
     policy, now = Goodput(4), load(row_buckets=[1])
     plain = Decision(num_speculative_tokens=0, reason="test", row_bucket=1)

@@ -20,12 +20,13 @@ MODEL = tiny_model()
 TARGET = Target(MODEL.config, MODEL.params)
 VOCAB, DEPTH = MODEL.config.vocab_size, 3
 SMALL = {
+    "p-eagle": {"num_layers": 2},
     "dflash": {"block_size": 4, "num_layers": 2},
     "dspark": {"block_size": 4, "markov_rank": 8},
     "medusa": {"most_drafts": DEPTH},
     "mlp_speculator": {"most_drafts": DEPTH, "inner_size": 16},
 }
-PARTIAL = "eagle3", "dflash", "dspark"
+PARTIAL = "eagle3", "p-eagle", "dflash", "dspark"
 
 
 def texts(rows=2, length=16, seed=0):
@@ -96,6 +97,19 @@ def test_medusa_begins_as_the_target_itself(has_head):
         said = drafts.score(read.reshape(-1, read.shape[-1]), s).reshape(*read.shape[:2], -1)
         before = TARGET.logits(states.hidden)[:, : -1 - s]
         np.testing.assert_allclose(said[:, 1 + s :], before, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["eagle", "mtp"])
+def test_a_head_of_pairs_begins_near_the_target_itself(name):
+    """Its first draft token is about what the target said at the token before the root."""
+    kind, config, params = begun(name)
+    text = texts()
+    states = target_states(TARGET, text, kind.taps(config))
+    drafts = kind.propose(params, config, TARGET, text, states, 1, None)
+    said = drafts.score(drafts.hidden[0], 0)[:, 1:]
+    before = TARGET.logits(states.hidden)[:, :-1]
+    assert np.corrcoef(np.ravel(said), np.ravel(before))[0, 1] > 0.9
 
 
 @pytest.mark.parametrize("name", quick(KINDS, "mlp_speculator"))
@@ -191,6 +205,11 @@ def test_blocks_in_slices_say_the_same(monkeypatch):
         ("draft_model", {"num_heads": 3, "num_kv_heads": 2}, "must be a multiple of"),
         ("dflash", {"block_size": 1}, "block_size=1 must be from 2 to 64"),
         ("dflash", {"block_size": 65}, "block_size=65 must be from 2 to 64"),
+        ("eagle", {"aux_layers": (1,)}, "aux_layers: no option of 'eagle'"),
+        ("mtp", {"num_layers": 2}, "num_layers: no option of 'mtp'"),
+        ("eagle3", {"mask_token_id": 1}, "mask_token_id: no option of 'eagle3'"),
+        ("p-eagle", {"mask_token_id": VOCAB}, "mask_token_id=61 must be a token of the target"),
+        ("p-eagle", {"mask_token_id": True}, "mask_token_id=True must be a token of the target"),
         ("dflash", {"markov_rank": 8}, "markov_rank: no option of 'dflash'"),
         ("dflash", {"mask_token_id": VOCAB}, "mask_token_id=61 must be a token of the target"),
         ("dflash", {"aux_layers": (0, 9)}, "aux_layers="),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,13 @@ import numpy as np
 import optax
 import pytest
 from asked_for import quick
-from helpers import tiny_llama
+from helpers import ENGINE, tiny_llama
 
 import specjax
+from pallas_kernels import implementations
 from specjax.training import data, learning, own_text, trainer
 from specjax.training.objective import Objective
+from specjax.training.run_store import RunMemory
 from specjax.training.trainer import TrainingConfig, train
 
 CONFIG = TrainingConfig(depth=2, rows=2, steps=6, eval_every=2, checkpoint_every=2, warmup=1)
@@ -105,6 +108,68 @@ def test_it_learns_text_that_the_target_repeats(target):
     assert [one.token_ids for one in out] == [one.token_ids for one in plain]
     # What training says of drafts is what drafting brings.
     assert out.stats.mean_acceptance_length > 0.8 * last.greedy_length
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["p-eagle", "eagle", "mtp"])
+def test_heads_of_pairs_learn_are_saved_and_draft(target, kind, tmp_path):
+    """The texts repeat: a head that learns them drafts well, from its folder too."""
+    prompts = [[i, i + 1] for i in range(4)]
+    sampling = specjax.SamplingParams(temperature=0, max_tokens=22)
+    text = own_text.text_of_target(target, prompts, sampling=sampling, length=24)
+    greedy = Objective(likeliest=1.0, distribution=0.0)
+    config = dataclasses.replace(CONFIG, rows=4, steps=60, eval_every=60, objective=greedy)
+    head = {"num_layers": 2} if kind == "p-eagle" else None
+    trained = train(target, text, kind, config=config, head=head, held_out=text)
+    first, last = (look.figures for look in trained.looks)
+    assert last.mean_loss < 0.7 * first.mean_loss
+    assert last.greedy_length > first.greedy_length + 0.3
+    trained.save(tmp_path / "saved")
+    loaded = specjax.load_drafter(tmp_path / "saved", target)
+    _assert_equal(loaded.params, trained.drafter.params)
+    assert loaded.spec == trained.drafter.spec
+    options = {"sampling": sampling, "num_speculative_tokens": 2, "engine": ENGINE}
+    options["speculative_config"] = {"policy": "fixed"}
+    out = specjax.generate(target, prompts, drafter=loaded, **options)
+    plain = specjax.generate(target, prompts, sampling=sampling, engine=ENGINE)
+    assert [one.token_ids for one in out] == [one.token_ids for one in plain]
+    assert out.stats.mean_acceptance_length > 1.5
+    # A head that is there goes on learning.
+    again = train(target, text, config=CONFIG, start=loaded, held_out=text)
+    assert again.facts["kind"] == kind
+
+
+class _Traced(Exception):
+    pass
+
+
+def test_steps_are_traced_for_the_devices_of_the_target(target, text, monkeypatch):
+    """On a mesh of CPUs beside a default device of another kind."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
+    shardings = specjax.param_shardings(target.config, mesh)
+    placed = dataclasses.replace(target, params=jax.device_put(target.params, shardings))
+    seen = []
+
+    def note(*arguments):
+        seen.append(implementations.target_platform())
+        raise _Traced
+
+    monkeypatch.setattr(learning.Learner, "loss_along", note)
+    learner, _ = trainer._learner(target, "eagle3", CONFIG, {}, None)
+    used = optax.sgd(0.1)
+    state = learning.begin(learner, used, placed.params, 0)
+    run = trainer._Run(learner, CONFIG, used, placed.params)
+    memory = RunMemory.of(state)
+    memory.looks.append(types.SimpleNamespace(loss=0.0))
+    idle = types.SimpleNamespace(report=lambda *_: None)
+    steps = {
+        "a look": lambda: run.look(state.params, text),
+        "a step": lambda: trainer._loop(run, None, memory, text, text, idle, None),
+    }
+    for name, step in steps.items():
+        with implementations.lowered_for("tpu"), pytest.raises(_Traced):
+            step()
+        assert seen.pop() == "cpu", name
 
 
 @pytest.mark.full
