@@ -28,13 +28,13 @@ from specjax.sampling.row_sampling import seed_words
 from specjax.sampling.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
 
 K, CONTEXT = 3, 96
-# Pages for two rows of four: requests are preempted.
+# Pages for hardly two rows of four: requests are preempted.
 ENGINE = specjax.EngineConfig(
     page_size=8,
     max_rows=4,
     burst_steps=8,
     max_context=CONTEXT,
-    num_pages=26,
+    num_pages=16,
     row_buckets=(),
     max_prefill_tokens=4,  # one token bucket
 )
