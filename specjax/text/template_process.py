@@ -3,11 +3,12 @@
 A process starts with the first template that is rendered (0.12 s of a processor) and serves the
 next ones. It gets no variables of the environment but those that Python needs, so it holds no
 keys, and what goes wrong in it ends it alone. Threads share a few processes; a fork of the program
-starts its own. A process ends with the program, whose end closes its standard input.
+starts its own.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import marshal
@@ -190,8 +191,14 @@ class _Pool:
                 return worker
             worker.end()
 
+    def close(self) -> None:
+        """Ends what waits, so that no pipe is left open where the program ends."""
+        while self._idle:
+            self._idle.pop().end()
+
 
 _pool = _Pool()
+atexit.register(lambda: _pool.close())
 
 
 def _after_a_fork() -> None:
