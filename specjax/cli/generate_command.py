@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specjax.cli import (
@@ -18,7 +19,7 @@ from specjax.cli import (
     sampling_arguments,
     terminal,
 )
-from specjax.cli.parser import layer_ids
+from specjax.cli.parser import json_or_file, layer_ids
 from specjax.config.engine import ACTIVATION_DTYPES, KV_CACHE_DTYPES, NUMERICS, EngineConfig
 from specjax.config.names import BY_NAME, DRAFTERS, NO_DRAFTER, check_drafter
 from specjax.config.rules import VERIFICATION_RULES
@@ -58,7 +59,7 @@ def add_parser(commands: Any) -> None:
         dest="prompts_file",
         metavar="FILE",
         help='JSON lines ("-": stdin): a string, or an object with prompt (text or token ids) '
-        "or messages, and sampling parameters of its own",
+        "or messages, and sampling parameters of its own; in a file named .txt a prompt per line",
     )
     parser.add_argument("--chat", action="store_true", help="send text through the chat template")
     parser.add_argument(
@@ -108,8 +109,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--speculative-config",
-        metavar="JSON",
-        help="the same and more in vLLM's form; options above win over it",
+        type=json_or_file,
+        metavar="JSON|FILE",
+        help="the same and more in vLLM's form, or a file of it; options above win over it",
     )
     group.add_argument(
         "--dtype",
@@ -122,6 +124,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    group.add_argument(
+        "--output", metavar="FILE", help="JSON lines, one per text, in place of text on stdout"
+    )
     group.add_argument(
         "--color",
         choices=("auto", "always", "never"),
@@ -174,11 +179,23 @@ def run(arguments: argparse.Namespace) -> int:
     if len(entries) == 1 and getattr(arguments, "n", 1) == 1:
         speculation = _of_embedded_pair(arguments, entries[0], speculation)
     engine = engine_config(arguments)
+    _check_output(arguments)
     status = terminal.Status()
     try:
         return _generate(arguments, entries, speculation, engine, status)
     finally:
         status.clear()
+
+
+def _check_output(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for an --output that cannot be written, before there is something to."""
+    if arguments.output is None:
+        return
+    if arguments.json:
+        raise ValueError("--output writes JSON lines in place of --json; leave out one of them.")
+    path = Path(arguments.output)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--output {path} cannot be written; name a file in a folder of yours.")
 
 
 def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
@@ -257,7 +274,8 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
         "engine": engine,
         "mesh": mesh,
     }
-    is_streamed = len(entries) == 1 and sampling[0].get("n", 1) == 1 and not arguments.json
+    is_one = len(entries) == 1 and sampling[0].get("n", 1) == 1
+    is_streamed = is_one and not arguments.json and arguments.output is None
     try:
         if is_streamed:
             stream = generation.stream(
@@ -332,6 +350,10 @@ def _write_stream(arguments, entry, stream, status, *, has_text) -> Generation:
 
 def _write_result(arguments, entries, result: Generation, target, drafter) -> None:
     """Writes everything at once: a JSON document, or texts under headers."""
+    if arguments.output is not None:
+        lines = json_document.lines(result, [entry.prompt for entry in entries])
+        Path(arguments.output).write_text(lines, encoding="utf-8")
+        return
     if arguments.json:
         about = {
             "model": target.name,

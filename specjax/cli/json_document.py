@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +29,21 @@ def render(generation: Generation, about: Mapping[str, Any]) -> str:
     outputs = [_output(completion) for completion in generation]
     document = {**about, "outputs": outputs, "stats": generation.stats.to_dict()}
     return json.dumps(_finite(document), ensure_ascii=False, indent=2, allow_nan=False)
+
+
+def lines(generation: Generation, prompts: Sequence[Any]) -> str:
+    """Returns a line of JSON per completion, with the prompt as it was given."""
+    found = []
+    for completion in generation:
+        prompt = prompts[completion.prompt_index]
+        key = "prompt" if isinstance(prompt, str) or not _is_chat(prompt) else "messages"
+        own = {key: getattr(prompt, "messages", prompt), **_output(completion)}
+        found.append(json.dumps(_finite(own), ensure_ascii=False, allow_nan=False) + "\n")
+    return "".join(found)
+
+
+def _is_chat(prompt: Any) -> bool:
+    return hasattr(prompt, "messages") or (bool(prompt) and isinstance(prompt[0], Mapping))
 
 
 def _output(completion: Completion) -> dict[str, Any]:

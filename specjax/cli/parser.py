@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from specjax.config.keywords import INSTEAD, meant
@@ -53,6 +54,19 @@ class Parser(argparse.ArgumentParser):
 def _as_keyword(option: str) -> str:
     """Returns --max-tokens as the keyword of Python, max_tokens."""
     return option.lstrip("-").replace("-", "_")
+
+
+def json_or_file(text: str) -> str:
+    """Returns JSON, as it is given or as a file holds it."""
+    if text.lstrip()[:1] in ("{", "["):
+        return text
+    try:
+        return Path(text).expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no JSON, as {{...}}, nor a file of it: {reason.lower()}"
+        ) from None
 
 
 def layer_ids(text: str) -> tuple[int, ...]:

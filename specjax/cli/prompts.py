@@ -62,7 +62,10 @@ def collect(
 
 
 def read_file(path: str) -> Iterator[PromptEntry]:
-    """Yields the prompts of a JSON-lines file; empty lines are passed over."""
+    """Yields the prompts of a file of JSON lines, or of lines of text in a file named .txt.
+
+    Empty lines are passed over.
+    """
     if path == "-":
         yield from _read_lines("stdin", sys.stdin)
         return
@@ -90,7 +93,8 @@ def _read_lines(name: str, lines) -> Iterator[PromptEntry]:
     try:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                prompt, sampling = parse_line(line)
+                is_text = name.endswith(".txt")
+                prompt, sampling = (line.rstrip("\r\n"), {}) if is_text else parse_line(line)
                 yield PromptEntry(prompt, sampling, f"{name} line {number}")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is no UTF-8 after line {number}: {error}.") from None
@@ -111,7 +115,8 @@ def parse_line(line: str) -> tuple[Any, dict[str, Any]]:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"this is no JSON ({error}); write a string, or an object with prompt or messages."
+            f"this is no JSON ({error}); write a string, or an object with prompt or messages. In "
+            "a file named .txt a line is a prompt as it stands."
         ) from None
     if isinstance(value, str):
         return value, {}

@@ -366,3 +366,50 @@ def test_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "prompts.jsonl").write_bytes(b'"fine"\n\xff\xfe\n')
     with pytest.raises(ValueError, match="no UTF-8"):
         prompts.collect([], str(tmp_path / "prompts.jsonl"), is_chat=False)
+
+
+def test_lines_of_a_text_file_are_prompts_as_they_stand(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b'one "two"\r\n\n{"prompt": "x"}\n  indented\n')
+    entries = prompts.collect([], str(path), is_chat=False)
+    assert [entry.prompt for entry in entries] == ['one "two"', '{"prompt": "x"}', "  indented"]
+    assert [entry.sampling for entry in entries] == [{}, {}, {}]
+    assert entries[1].source == f"{path} line 3"
+    json_lines = tmp_path / "prompts.jsonl"
+    json_lines.write_bytes(path.read_bytes())
+    with pytest.raises(ValueError, match=r"line 1: this is no JSON .* In a file named .txt"):
+        prompts.collect([], str(json_lines), is_chat=False)
+
+
+def test_a_speculative_config_is_json_or_a_file_of_it(tmp_path, capsys):
+    path = tmp_path / "drafts.json"
+    path.write_text('{"method": "ngram", "num_speculative_tokens": 3}')
+    for given in (str(path), path.read_text(), f"  {path.read_text()}"):
+        config = generate_command.speculation_config(parse("x", "--speculative-config", given))
+        assert (config.method, config.num_speculative_tokens) == ("ngram", 3)
+    for wrong in (str(tmp_path / "none.json"), str(tmp_path), "ngram"):
+        with pytest.raises(SystemExit):
+            parse("x", "--speculative-config", wrong)
+        assert "is no JSON, as {...}, nor a file of it: " in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_a_model_is_read(tmp_path, capsys):
+    for argv, said in [
+        (["--output", str(tmp_path)], "cannot be written"),
+        (["--output", str(tmp_path / "none" / "file")], "cannot be written"),
+        (["--output", str(tmp_path / "file"), "--json"], "leave out one of them"),
+    ]:
+        assert main(["generate", "x", "--model", str(tmp_path / "no model"), *argv]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_options_of_other_programs_say_what_to_write(capsys):
+    for option, said in {
+        "--max-new-tokens": "(did you mean '--max-tokens'?)",
+        "--temprature": "(did you mean '--temperature'?)",
+        "--do-sample": "do_sample=False is temperature=0",
+        "--guided-json": "text is not held to a grammar",
+    }.items():
+        with pytest.raises(SystemExit):
+            parse("x", option)
+        assert said in capsys.readouterr().err

@@ -2,10 +2,11 @@
 
 import dataclasses
 import io
+import json
 
 import pytest
 
-from specjax.api.generation import GenerationStats
+from specjax.api.results import Completion, GenerationStats
 from specjax.cli import json_document, terminal
 from specjax.engine.metrics import BurstRecord
 from specjax.engine.request import AcceptanceCounts, TextPiece
@@ -157,3 +158,25 @@ def test_first_line(prompt, expected):
 
 def test_json_has_no_numbers_that_json_lacks():
     assert json_document._finite({"a": (float("-inf"), 1.5)}) == {"a": [None, 1.5]}
+
+
+def test_lines_of_json_hold_the_prompt_as_it_was_given():
+    prompts = ["text", [1, 2], [{"role": "user", "content": "hi"}]]
+    of = lambda index: Completion(
+        prompt_index=index,
+        sample_index=0,
+        text="é",
+        token_ids=[3],
+        finish_reason="length",
+        error=None,
+        logprobs=None,
+        seed=1,
+        acceptance=AcceptanceCounts(),
+        pieces=[],
+        prompt_token_ids=[1],
+    )
+    lines = json_document.lines([of(0), of(1), of(2), of(0)], prompts).splitlines()
+    read = list(map(json.loads, lines))
+    assert [each.get("prompt") for each in read] == ["text", [1, 2], None, "text"]
+    assert read[2]["messages"] == prompts[2]
+    assert {(each["text"], each["finish_reason"]) for each in read} == {("é", "length")}
