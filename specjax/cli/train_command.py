@@ -48,7 +48,11 @@ def add_parser(commands: Any) -> None:
         help="a head or a draft model that goes on learning, in place of a new one of --kind",
     )
     parser.add_argument(
-        "--held-out", metavar="PATH", nargs="+", help="data to look at (default: a twentieth)"
+        "--held-out",
+        metavar="PATH",
+        nargs="+",
+        help="data to look at, at most a quarter of what is learned between looks (default: of a "
+        "twentieth)",
     )
     _add_own_text(parser)
     _add_head(parser)
@@ -123,6 +127,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
             help=f"{what} (default %(default)s)",
         )
     group.add_argument(
+        "--minutes",
+        metavar="N",
+        type=float,
+        help="after which it ends with a checkpoint, to go on from when it is run again (default: "
+        "--steps alone end it)",
+    )
+    group.add_argument(
         "--patience",
         metavar="N",
         type=at_least(1),
@@ -187,6 +198,7 @@ def run(arguments: argparse.Namespace) -> int:
         held_out=held_out,
         start=start,
         folder=work / "run",
+        minutes=arguments.minutes,
         progress=sys.stderr.isatty(),
         on_look=on_look,
     )

@@ -36,6 +36,7 @@ from specjax.training.texts import TextBatch
 RATES = {"muon": 0.02, "adamw": 1e-3}  # peaks, where none is given
 FIGURES = "by step"  # what the acceptance lengths of looks mean; runs of another are refused
 DATA = "data"  # the axis of a mesh that texts are split over
+LEAST_LOOKED = 64  # held-out texts that every look takes, where there are as many
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,6 +163,7 @@ def train(
     start: Model | LoadedDrafter | None = None,
     folder: str | os.PathLike[str] | None = None,
     optimizer: optax.GradientTransformation | None = None,
+    minutes: float | None = None,
     progress: bool | Report | None = None,
     on_look: Callable[[Look], None] | None = None,
 ) -> Trained:
@@ -176,13 +178,18 @@ def train(
       kind: "eagle3", "p-eagle", "eagle", "mtp", "dflash", "dspark", "medusa", "mlp_speculator" or
         "draft_model".
       head: options of the kind, as num_layers; each module `specjax.training.<kind>` lists its own.
-      held_out: text to look at, or the fraction of `text` that is kept for it.
+      held_out: text to look at, or the fraction of `text` that is kept for it. Of more than
+        LEAST_LOOKED texts a look takes a quarter of the texts learned between two looks, spread
+        evenly, so that looking is a small share of the time.
       start: a draft model or a head that goes on learning, of any kind that can be trained; `kind`
         and `head` are then its own, and are left out.
       folder: of checkpoints. A call that was stopped goes on from the last one there, and ends with
         the same weights to the bit. Of an `optimizer` of your own, give the same again.
       optimizer: any of optax that updates by gradients and weights alone, over the drafter's
         weights in float32; None: the config's.
+      minutes: after which this call ends, between two steps, with a last look and a checkpoint; a
+        further call goes on from there. That look counts as any other: it may choose the weights.
+        None: config.steps alone end it.
       progress: as for `generate`.
       on_look: called after each look at held-out text.
 
@@ -212,6 +219,9 @@ def train(
             "below 1."
         )
     training, looked_at = (text, held_out) if is_text else text.split(held_out)
+    if minutes is not None and not (is_number(minutes) and minutes > 0):
+        raise ValueError(f"minutes={minutes!r} must be a number above 0, or None.")
+    looked_at = _sample(looked_at, config)
     for each in (training, looked_at):
         _check_text(each, target, config)
     learner, given = _learner(target, kind, config, dict(head or {}), start)
@@ -230,7 +240,8 @@ def train(
     bar = Progress(progress)
     try:
         memory = store.restore(memory)
-        _loop(run, store, memory, training, looked_at, bar, on_look)
+        seconds = math.inf if minutes is None else 60.0 * minutes
+        _loop(run, store, memory, training, looked_at, bar, on_look, seconds)
     finally:
         bar.close()
         store.close()
@@ -291,6 +302,14 @@ def _rows_of_mesh(params: Params) -> int:
     return dict(place.mesh.shape).get(DATA, 1)
 
 
+def _sample(text: TrainingText, config: TrainingConfig) -> TrainingText:
+    """Returns the held-out texts that a look takes."""
+    most = max(LEAST_LOOKED, config.rows * config.eval_every // 4)
+    if len(text) <= most:
+        return text
+    return text.take([i * len(text) // most for i in range(most)])
+
+
 def _loop(
     run: _Run,
     store: RunStore,
@@ -299,12 +318,14 @@ def _loop(
     looked_at: TrainingText,
     bar: Progress,
     on_look: Callable[[Look], None] | None,
+    seconds: float,
 ) -> None:
-    """Trains until the last step, or until held-out text says no more."""
+    """Trains until the last step, for so many seconds, or until held-out text says no more."""
     config, start = run.config, time.perf_counter()
     if not memory.looks:
         _look(run, memory, looked_at, start, on_look)
-    while memory.step < config.steps and not memory.is_stale(config.patience):
+    is_late = False
+    while memory.step < config.steps and not memory.is_stale(config.patience) and not is_late:
         step = memory.step
         bar.report("training", step, config.steps)
         batch = run.placed(training.batch(step, config.rows, config.seed))
@@ -314,9 +335,10 @@ def _loop(
             )
         _count(memory, float(loss))
         step += 1
-        if step % config.eval_every == 0 or step == config.steps:
+        is_late = time.perf_counter() - start >= seconds
+        if step % config.eval_every == 0 or step == config.steps or is_late:
             _look(run, memory, looked_at, start, on_look)
-        has_ended = step == config.steps or memory.is_stale(config.patience)
+        has_ended = step == config.steps or memory.is_stale(config.patience) or is_late
         if step % config.checkpoint_every == 0 or has_ended:
             store.save(memory)
 

@@ -436,3 +436,25 @@ def test_over_a_mesh_it_learns_the_same(target, text, tmp_path, shape):
         np.testing.assert_allclose(one.figures.loss, other.figures.loss, rtol=2e-3)
     out = specjax.generate(placed, [[1, 2, 3]], drafter=shared.drafter, mesh=mesh)
     assert len(out[0].token_ids) > 0
+
+
+def test_a_look_takes_a_bounded_part_of_held_out_text(text):
+    many = data.from_token_ids([([i % 60] * 4, 0) for i in range(1000)], 4)
+    for rows, eval_every, count in [(8, 100, 200), (2, 2, trainer.LEAST_LOOKED), (64, 100, 1000)]:
+        config = TrainingConfig(rows=rows, eval_every=eval_every)
+        taken = trainer._sample(many, config)
+        assert len(taken) == count
+        spread = np.diff(trainer._sample(many, config).token_ids[:, 0]) % 60
+        assert set(spread.tolist()) <= {1000 // count, -(-1000 // count)}
+    assert trainer._sample(text, TrainingConfig()) is text
+
+
+@pytest.mark.full
+def test_a_run_ends_in_time_and_goes_on_from_there(target, text, tmp_path):
+    short = train(target, text, config=CONFIG, folder=tmp_path, minutes=1e-9)
+    assert [look.step for look in short.looks] == [0, 1]
+    whole = train(target, text, config=CONFIG, folder=tmp_path)
+    assert [look.step for look in whole.looks] == [0, 1, 2, 4, 6]
+    for minutes in (0, -1.0, "5", True, float("nan")):
+        with pytest.raises(ValueError, match=r"minutes=.* must be a number above 0"):
+            train(target, text, config=CONFIG, minutes=minutes)
