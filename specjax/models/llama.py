@@ -202,9 +202,11 @@ def parse(raw: Json) -> ModelConfig:
     num_kv_heads = size(
         raw, "num_key_value_heads", implied.num_kv_heads or num_heads, is_zero_none=True
     )
-    has_attention_bias = family in ("llama", "qwen3", "granite") and flag(
-        raw, "attention_bias", False
+    # Where a family does not ask, the tensors tell: a bias without a use is refused.
+    says_attention_bias, says_mlp_bias = (
+        flag(raw, key, False) for key in ("attention_bias", "mlp_bias")
     )
+    has_attention_bias = says_attention_bias and family in ("llama", "qwen3", "granite")
     head_dim = size(raw, "head_dim", 0, is_zero_none=True) or (
         128 if family == "qwen3" else divide(hidden_size, num_heads)
     )
@@ -233,7 +235,7 @@ def parse(raw: Json) -> ModelConfig:
         tie_word_embeddings=flag(raw, "tie_word_embeddings", False),
         qkv_bias=family in ("qwen2", "mimo") or has_attention_bias,
         o_bias=has_attention_bias,
-        mlp_bias=family in ("llama", "granite") and flag(raw, "mlp_bias", False),
+        mlp_bias=says_mlp_bias and family in ("llama", "granite"),
         qk_norm=family == "qwen3",
         layer_windows=_layer_windows(raw, family, num_layers),
         embedding_multiplier=scalar("embedding_multiplier"),

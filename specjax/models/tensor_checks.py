@@ -21,7 +21,9 @@ _LAYER = re.compile(r"^(.*?\.)\d+\.")  # the first number in a tensor's name is 
 # Tensors that only a layer for multi-token prediction has.
 _OF_PREDICTION = {"eh_proj.weight", "enorm.weight", "hnorm.weight"}
 # Tensors that no forward of a model uses: tables that are computed, and what drafts for it.
-_OF_OTHERS = re.compile(r"rotary_emb\.\w+$|(^|\.)(mtp|nextn|eh_proj|enorm|hnorm|medusa_head)")
+_OF_OTHERS = re.compile(
+    r"rotary_emb\.\w+$|(^|\.)(mtp|nextn|eh_proj|enorm|hnorm|medusa_head|(pre|post)_projection)"
+)
 
 
 def check_tensors(

@@ -405,6 +405,8 @@ def _(folders):
     idle = {"use_cache": True, "_name_or_path": "a", "attention_dropout": 0.1, "use_mrope": False}
     silent(folders.of("qwen2", **idle))
     silent(folders.of("granite", embedding_multiplier=2.0))
+    for name in ("qwen2", "mistral"):  # whose biases the tensors tell, as MiMo-7B is published
+        silent(folders.of(name, attention_bias=True))
 
 
 @row("ids that end a text: two files")
