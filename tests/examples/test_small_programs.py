@@ -162,6 +162,13 @@ def asked(port, path, body=None):
     return reply.status, reply.read().decode()
 
 
+def wait_until(is_so, at_most_s=60):
+    end = time.monotonic() + at_most_s
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 GREEDY = {"temperature": 0, "max_tokens": 24}
 MESSAGES = {"messages": [{"role": "user", "content": "def main():"}]}
 
@@ -236,12 +243,10 @@ def test_a_client_that_leaves_aborts_its_request_alone(served, is_streamed):
     def use(port, engine):
         leaves = http.client.HTTPConnection("127.0.0.1", port)
         leaves.request("POST", "/v1/completions", json.dumps(long | {"stream": is_streamed}))
-        while not engine.has_work:
-            time.sleep(0.01)
+        wait_until(lambda: engine.has_work)
         status, stays = asked(port, "/v1/completions", json.dumps(GREEDY | {"prompt": "import os"}))
         leaves.close()
-        while engine.has_work:
-            time.sleep(0.01)
+        wait_until(lambda: not engine.has_work)
         assert status == 200
         assert json.loads(stays)["usage"]["completion_tokens"] == 24
         assert engine.stats.num_output_tokens < 1500
