@@ -248,9 +248,10 @@ def parse(raw: Json) -> ModelConfig:
 
 
 def _layer_windows(raw: Json, family: str, num_layers: int) -> tuple[int | None, ...]:
-    default = 4096 if family in (*_QWEN, "mistral") else None
+    # Asked for where windows are switched off, too.
+    default = raw.get("sliding_window", 4096) if family in (*_QWEN, "mistral") else None
     first = num_layers  # that slides
-    if family == "mistral" and raw.get("sliding_window", default) is not None:
+    if family == "mistral" and default is not None:
         first = 0
     slides = False
     if family in _QWEN:

@@ -10,8 +10,9 @@ from specjax.models.base import Json
 # Of a config.json: names, training, what transformers returns, and how it computes.
 _IDLE_NAMES = """
     _name_or_path architectures auto_map base_model_name dtype finetuning_task
-    keys_to_ignore_at_inference language license model_name model_type name_or_path tags
-    tokenizer_class torch_dtype transformers_version unsloth_fixed unsloth_version
+    is_llama_config keys_to_ignore_at_inference language license model_name model_type name_or_path
+    tags tokenizer_class torch_dtype transformers.js_config transformers_version unsloth_fixed
+    unsloth_version
     attention_dropout attn_pdrop classifier_dropout embd_pdrop embedding_dropout hidden_dropout
     initializer_range resid_pdrop resid_dropout
     chunk_size_feed_forward gradient_checkpointing id2label is_decoder label2id num_labels

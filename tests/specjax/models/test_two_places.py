@@ -285,6 +285,8 @@ def _(folders):
         with refused("use_sliding_window=false and layer_types"):
             parse_config(off | {"layer_types": [SLIDING, FULL]})
         assert parse_config(off | {"max_window_layers": 0}).layer_windows == ()
+    off = {"sliding_window": 5, "use_sliding_window": False, "max_window_layers": 1}
+    silent(folders.of("qwen2", **off))
 
 
 @row("which layers slide")
