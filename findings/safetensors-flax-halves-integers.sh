@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# safetensors 0.8.0, jax 0.10.2, flax 0.12.0. A file with 64-bit integers, read by safetensors.flax.
+# safetensors 0.8.0, jax 0.10.2. A file with 64-bit integers, read by safetensors.flax.
 #
 # Guess: numbers that do not fit are an error, or at least a warning.
 # Seen: they become their low 32 bits without a word: 2**40 + 5 is 5, and 2**31 is -2**31.
@@ -7,7 +7,7 @@ set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "${PYTHON:-python3}" -m venv "$work/venv"
-"$work/venv/bin/pip" install -q safetensors==0.8.0 jax==0.10.2 flax==0.12.0 numpy
+"$work/venv/bin/pip" install -q safetensors==0.8.0 jax==0.10.2 numpy
 JAX_PLATFORMS=cpu "$work/venv/bin/python" - <<'PYTHON'
 import pathlib
 import tempfile
