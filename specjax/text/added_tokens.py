@@ -53,19 +53,23 @@ def add_missing(
     own = backend.get_added_tokens_decoder()
     last = max(backend.get_vocab_size(with_added_tokens=False) - 1, *own, 0)
     new: dict[str, tokenizers.AddedToken] = {}
+    placed: dict[str, int] = {}  # ids of new ones
+    names: dict[int, str] = {}  # new ones by id
     differ: dict[str, list[str]] = {}
     for token, token_id, source in named:
-        text, here = token.content, backend.token_to_id(token.content)
-        if here is None and text not in new:
-            taken = None if token_id is None else backend.id_to_token(token_id)
+        text = token.content
+        here = placed.get(text, backend.token_to_id(text))
+        if here is None:
+            taken = None if token_id is None else names.get(token_id, backend.id_to_token(token_id))
             if token_id is None or (taken is None and token_id == last + 1):
-                new[text], last = token, last + 1
+                last += 1
+                new[text], placed[text], names[last] = token, last, text
             else:
                 what = f"follows {last}, the last" if taken is None else f"is {taken!r}"
                 said = f"{text!r} has id {token_id}, which {what} of tokenizer.json"
                 differ.setdefault(source, []).append(said)
         elif token_id not in (None, here):
-            said = f"{text!r} has id {token_id}, and {here} in tokenizer.json"
+            said = f"{text!r} has id {token_id}, and {here} elsewhere"
             differ.setdefault(source, []).append(said)
         elif here not in own or (token_id is not None and _flags(own[here]) != _flags(token)):
             new.setdefault(text, token)
@@ -84,20 +88,18 @@ def _with_ids(folder: Path, files: Mapping[str, Any], named: set[str]) -> Iterat
     decoder, added = files[SETTINGS].get(_DECODER) or {}, files[ADDED]
     if not isinstance(decoder, Mapping):
         raise _wrong(folder, SETTINGS, _DECODER, decoder, "an object from id to token")
-    said = {}
+    said, others = [], []
     for key, entry in decoder.items():
         if not (key.isascii() and key.isdigit()) or not isinstance(entry, Mapping):
             raise _wrong(folder, SETTINGS, _DECODER, {key: entry}, "an object from id to token")
-        said[int(key)] = _Named(_token(folder, SETTINGS, entry, named), int(key), SETTINGS)
-    known = {each.token.content for each in said.values()}
+        said.append(_Named(_token(folder, SETTINGS, entry, named), int(key), SETTINGS))
     named = named | {token.content for token in _extra(folder, files)}
     for text, token_id in added.items():
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
             raise _wrong(folder, ADDED, text, token_id, "an id")
-        if text not in known:
-            entry = {"content": text, "special": text in named}
-            said.setdefault(token_id, _Named(_token(folder, ADDED, entry), token_id, ADDED))
-    yield from (said[token_id] for token_id in sorted(said))
+        entry = {"content": text, "special": text in named}
+        others.append(_Named(_token(folder, ADDED, entry), token_id, ADDED))
+    yield from sorted([*said, *others], key=lambda each: each.token_id or 0)
 
 
 def _without_ids(folder: Path, files: Mapping[str, Any], texts: Iterable[str]) -> Iterator[_Named]:

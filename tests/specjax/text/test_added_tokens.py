@@ -98,8 +98,8 @@ def test_files_that_disagree_are_warned_of_and_tokenizer_json_holds(tmp_path):
         "is 'the' of": decoder(END, first=257),
         "is '<|tool|>' of": decoder(END, first=260),
         "follows 260, the last of": decoder(END, first=265),
-        "'<|tool|>' has id 261, and 260 in": decoder("<|tool|>"),
-        "has id 300, and 257 in": decoder("the", first=300),
+        "'<|tool|>' has id 261, and 260 elsewhere": decoder("<|tool|>"),
+        "has id 300, and 257 elsewhere": decoder("the", first=300),
     }
     for match, settings in cases.items():
         with pytest.warns(UserWarning, match="tokenizer_config.json and tokenizer.json") as told:
@@ -109,6 +109,12 @@ def test_files_that_disagree_are_warned_of_and_tokenizer_json_holds(tmp_path):
         assert tokenizer.vocab_size == 261, match
         assert tokenizer.encode("the<|tool|>") == [257, 260], match
         assert tokenizer.token_id(END) is None, match
+    with pytest.warns(UserWarning, match="added_tokens.json and .* has id 262, and 261 elsewhere"):
+        assert written(tmp_path, decoder(END), added_tokens={END: 262}).token_id(END) == 261
+    with pytest.warns(
+        UserWarning, match=f"{START!r} has id 261, which is {END!r}".replace("|", ".")
+    ):
+        written(tmp_path, decoder(END), added_tokens={START: 261})
     with pytest.warns(UserWarning, match=r"added_tokens.json and .*; and 2 more\. tokenizer"):
         written(tmp_path, added_tokens={f"<{i}>": i for i in range(100, 105)})
 
