@@ -661,3 +661,28 @@ def test_config_and_generation_config_of_published_folders_are_silent(golden, fo
     names += ["mistral", "granite", "gpt2", "gpt_bigcode"]
     for name in names:
         assert read_folder(golden(name)).notes == (), name
+
+
+def test_keys_that_published_folders_have_are_silent(tmp_path):
+    """Of Llama 3.1, Qwen2.5, Qwen3, Granite 3, MiMo-7B, PARD, GPT-2 and StarCoder."""
+    common = {"initializer_range": 0.02, "use_cache": True, "torch_dtype": "bfloat16"}
+    common |= {"attention_dropout": 0.0, "transformers_version": "4.43.0"}
+    of_qwen = {"max_window_layers": 28, "use_sliding_window": False, "sliding_window": 131072}
+    of_granite = {"attention_multiplier": 0.1, "embedding_multiplier": 12.0, "logits_scaling": 16.0}
+    dropouts = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.1)
+    summary = {"summary_type": "cls_index", "summary_use_proj": True, "summary_first_dropout": 0.1}
+    llama3 = LLAMA3 | {"original_max_position_embeddings": 64}
+    class_of = lambda name: {"model_type": name.lower(), "architectures": [f"{name}ForCausalLM"]}
+    configs = [
+        LLAMA | {"pretraining_tp": 1, "mlp_bias": False, "rope_scaling": llama3, "rope_theta": 5e5},
+        QWEN | of_qwen | {"use_mrope": False, "rope_theta": 1e6},
+        LLAMA | class_of("Qwen3") | of_qwen | {"rope_scaling": None, "attention_bias": False},
+        LLAMA | class_of("Granite") | of_granite | {"residual_multiplier": 0.2, "pad_token_id": 0},
+        LLAMA | class_of("MiMo") | {"attention_bias": True, "num_nextn_predict_layers": 1},
+        QWEN | of_qwen | {"pard_token": 98, "spd_type": "pard"},
+        GPT2 | dropouts | summary | {"n_ctx": 64, "task_specific_params": {"a": 1}},
+        BIG_CODE | dropouts | {"attention_softmax_in_fp32": True, "validate_runner_input": True},
+    ]
+    for config in configs:
+        (tmp_path / "config.json").write_text(json.dumps(common | config))
+        assert read_folder(tmp_path).notes == (), config["model_type"]
