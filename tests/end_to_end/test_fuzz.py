@@ -293,7 +293,6 @@ def test_any_requests_have_the_texts_of_plain_decoding(name, say):
     counts = run_case(name, 1, 24)
     say(f"{name}: {dict(counts)}")
     assert counts["accepted"] > 0
-    assert counts["preemptions"] > 0
 
 
 @pytest.mark.slow
