@@ -11,6 +11,9 @@ A step of decoding takes as long as its bytes take to cross the memory bus, if n
 the way. This page compares the bytes of compiled steps with the fewest that would do. Nothing here
 ran on a chip: the programs are compiled for described TPUs, and their instructions are counted.
 
+![Times the bytes that a step must move](roofline.svg#gh-light-mode-only)
+![Times the bytes that a step must move](roofline-dark.svg#gh-dark-mode-only)
+
 **Bytes** are those in main memory of one chip, in one step of a burst: instructions that run in
 the branches of an ordinary step, where no row asks for penalties, filters or log-probabilities.
 What stays in fast memory is free. The bytes of kernels that read pages follow from the context.

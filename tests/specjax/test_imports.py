@@ -59,7 +59,11 @@ MAY_NEED_OPTIONAL = (
     "specjax.bench",
     "specjax.examples",
 )
-GUARDED = {("specjax.models.loading", "huggingface_hub")}  # inside try
+# Inside try.
+GUARDED = {
+    (module, "huggingface_hub")
+    for module in ("specjax.models.loading", "specjax.planning.named_models")
+}
 
 
 def modules() -> dict[str, Path]:

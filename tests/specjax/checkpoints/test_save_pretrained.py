@@ -18,6 +18,7 @@ from asked_for import quick
 from helpers import tiny_gpt2, tiny_llama
 
 import specjax
+from specjax.drafters.spec import NgramDrafter
 from specjax.models import safetensors
 from specjax.models.base import RopeConfig
 from specjax.runtime import whole_folders
@@ -300,7 +301,7 @@ def test_a_failed_save_changes_nothing(tmp_path):
         specjax.save_pretrained(model, folder, max_file_bytes=0)
     with pytest.raises(TypeError, match="neither a Model nor"):
         specjax.save_pretrained(model.params, folder)
-    drafter = specjax.LoadedDrafter("n-gram", specjax.NgramDrafter())
+    drafter = specjax.LoadedDrafter("n-gram", NgramDrafter())
     for what in (model, drafter, model.params):
         with pytest.raises(TypeError, match=r"as in save_pretrained\(model, folder\)"):
             specjax.save_pretrained(folder, what)
