@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -27,7 +27,7 @@ from specjax.api.turns import Turns
 from specjax.config.checks import is_int, is_number
 from specjax.config.engine import EngineConfig
 from specjax.config.keywords import checks_keywords, keyword_check
-from specjax.config.rules import Rule
+from specjax.config.rules import Rule, VerificationRule
 from specjax.config.sampling import SamplingSource
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import DrafterSource, LoadedDrafter
@@ -71,8 +71,8 @@ class Engine:
         target: Model | str | os.PathLike[str],
         *,
         drafter: DrafterSource = None,
-        verification: str | None = None,
-        other_verifications: Sequence[str] = (),
+        verification: VerificationRule | None = None,
+        other_verifications: Sequence[VerificationRule] = (),
         num_speculative_tokens: int | None = None,
         speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
         engine: EngineConfig | Mapping[str, Any] | None = None,
@@ -268,7 +268,7 @@ class Engine:
         params: Params | DecoderParams,
         *,
         version: int | None = None,
-        running: str = "keep",
+        running: Literal["keep", "recompute"] = "keep",
     ) -> int:
         """Replaces the weights, from the next step on; compiles no step.
 

@@ -24,6 +24,7 @@ from specjax.api.results import (
 )
 from specjax.config.engine import EngineConfig
 from specjax.config.keywords import checks_keywords, keyword_check
+from specjax.config.rules import VerificationRule
 from specjax.config.sampling import SamplingSource
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import DrafterSource
@@ -43,7 +44,7 @@ def generate(
     *,
     drafter: DrafterSource = None,
     sampling: SamplingSource | Sequence[SamplingSource] | None = None,
-    verification: str | None = None,
+    verification: VerificationRule | None = None,
     num_speculative_tokens: int | None = None,
     speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
     engine: EngineConfig | Mapping[str, Any] | None = None,
@@ -136,7 +137,7 @@ class Stream:
         *,
         drafter: DrafterSource = None,
         sampling: SamplingSource | Sequence[SamplingSource] | None = None,
-        verification: str | None = None,
+        verification: VerificationRule | None = None,
         num_speculative_tokens: int | None = None,
         speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
         engine: EngineConfig | Mapping[str, Any] | None = None,

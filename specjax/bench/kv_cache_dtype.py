@@ -24,7 +24,7 @@ from jax import Array
 
 import specjax
 from specjax.bench import embedded, measuring
-from specjax.config.engine import KV_CACHE_DTYPES
+from specjax.config.engine import KV_CACHE_DTYPES, KvCacheDtype
 from specjax.decode.kv_scales import measure_kv_scales
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.paged import kv_cache
@@ -86,7 +86,9 @@ def compare(model: Model, token_ids: np.ndarray, name: str) -> dict[str, float]:
     }
 
 
-def same_texts(model: Model, name: str | None, texts: np.ndarray, new_tokens: int) -> float:
+def same_texts(
+    model: Model, name: KvCacheDtype | None, texts: np.ndarray, new_tokens: int
+) -> float:
     """Returns the share of sampled texts that are the same with and without drafts.
 
     A text may differ: rounding depends on the shape of a matmul, and two tokens may be nearly tied.

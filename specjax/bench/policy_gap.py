@@ -21,6 +21,7 @@ import numpy as np
 
 import specjax
 from specjax.bench import embedded, measuring
+from specjax.config.engine import ActivationDtype
 from specjax.configs.models import SHAPES
 from specjax.models.base import Model
 from specjax.models.families import family_of
@@ -49,7 +50,7 @@ def prompts(model: Model) -> list[list[int]]:
     return [model.tokenizer.encode(text)[:PROMPT_TOKENS] for text in texts]
 
 
-def changed_texts(activation_dtype: str | None) -> int:
+def changed_texts(activation_dtype: ActivationDtype | None) -> int:
     """Returns how many of NUM_TEXTS sampled texts differ with and without drafts."""
     model = specjax.load_model("demo")
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
@@ -67,7 +68,9 @@ def changed_texts(activation_dtype: str | None) -> int:
     return sum(one.token_ids != other.token_ids for one, other in pairs)
 
 
-def gaps(model: Model, activation_dtype: str | None, prompts: Sequence[Any]) -> np.ndarray:
+def gaps(
+    model: Model, activation_dtype: ActivationDtype | None, prompts: Sequence[Any]
+) -> np.ndarray:
     """Returns trainer's less sampler's log-probability of every sampled token, f32[num_tokens]."""
     engine = specjax.EngineConfig(
         max_rows=8,

@@ -5,24 +5,28 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from pallas_kernels.names import IMPLEMENTATIONS
 from specjax.config.checks import is_int, is_number
 from specjax.config.keywords import holds_fields
 
-NUMERICS = ("fast", "invariant")
+Numerics: TypeAlias = Literal["fast", "invariant"]
+NUMERICS = get_args(Numerics)
 
-ACTIVATION_DTYPES = ("float32",)
+ActivationDtype: TypeAlias = Literal["float32"]
+ACTIVATION_DTYPES = get_args(ActivationDtype)
 
 # Implementations by op. References are left out: they are slow and for tests.
 KERNELS = {op: names[:-1] for op, names in IMPLEMENTATIONS.items()}
 
 # Dtypes that pages may have instead of the weights' dtype, and aliases of them.
 KV_CACHE_DTYPES = ("int8", "fp8")
+KvCacheDtype: TypeAlias = Literal["int8", "fp8", "auto", "fp8_e4m3", "float8_e4m3fn"]
 _SAME_DTYPES = {"auto": None, "fp8_e4m3": "fp8", "float8_e4m3fn": "fp8"}
 
-GATES = ("current", "worst_case")  # which tokens count towards a batch's weight
+Gate: TypeAlias = Literal["current", "worst_case"]
+GATES = get_args(Gate)  # which tokens count towards a batch's weight
 
 KV_CACHE_BYTES = 2**30  # default bytes of all pages
 
@@ -87,7 +91,7 @@ class EngineConfig:
     # Tokens that count towards the weight of a batch. "current": those that rows have, or may
     # gain by the work being sent. "worst_case": the full length of every row, so that no
     # admitted request is ever preempted.
-    gate: str = "current"
+    gate: Gate = "current"
     max_bias_entries: int = 64  # logit_bias and bad_token_ids together
     max_allowed_tokens: int = 256
     max_stop_tokens: int = 16
@@ -100,7 +104,7 @@ class EngineConfig:
     # "fast", or "invariant": the bits of every token depend on its own row alone, whatever else
     # is drafted and decoded, at the cost of computing token_bucket tokens where one would do.
     # docs/invariant-numerics.md.
-    numerics: str = "fast"
+    numerics: Numerics = "fast"
     token_bucket: int = 16
     # Whether requests read pages that earlier requests filled with the same tokens.
     prefix_caching: bool = True
@@ -119,11 +123,11 @@ class EngineConfig:
     # Dtype of the target's cached keys and values: "int8", "fp8" (e4m3), or None for the
     # weights' dtype. Each key head of each layer has a scale, measured on the weights in use.
     # Text is that of this cache, with and without speculation. docs/guides/memory.md.
-    kv_cache_dtype: str | None = None
+    kv_cache_dtype: KvCacheDtype | None = None
     # Dtype of the target's hidden states: "float32", or None for the weights' dtype. With weights
     # of 16 bits, float32 leaves hardly any rounding that depends on the number of tokens in a
     # step: docs/policy-logprobs.md.
-    activation_dtype: str | None = None
+    activation_dtype: ActivationDtype | None = None
 
     def __post_init__(self):
         self._check_kv_cache_dtype()

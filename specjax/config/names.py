@@ -6,6 +6,7 @@ import difflib
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 NO_DRAFTER, DEMO = "none", "demo"
 MATCHING = ("ngram", "history")  # drafters that need no weights
@@ -20,6 +21,23 @@ DEMO_FOLDERS = {
 }
 DEMO_HEADS = ("demo-eagle3", "demo-dspark")
 DRAFTERS = (NO_DRAFTER, *BY_NAME, DEMO, *DEMO_HEADS)
+DrafterName: TypeAlias = Literal[
+    "none", "ngram", "history", "self-int8", "self-int4", "demo", "demo-eagle3", "demo-dspark"
+]
+Method: TypeAlias = Literal[
+    "ngram",
+    "history",
+    "self-int8",
+    "self-int4",
+    "draft_model",
+    "eagle",
+    "eagle3",
+    "mtp",
+    "dflash",
+    "dspark",
+    "medusa",
+    "mlp_speculator",
+]
 SIMILARITY = 0.6  # similarity of names, 0 to 1, from which one is suggested for the other
 
 

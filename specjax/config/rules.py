@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, Literal, TypeAlias
+
+# The names that users write; Rule has them as numbers.
+VerificationRule: TypeAlias = Literal[
+    "greedy",
+    "seeded",
+    "delta",
+    "rejection",
+    "block",
+    "traversal",
+    "lenient",
+    "typical",
+    "synthetic",
+]
 
 
 class Rule(enum.IntEnum):

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 
 from specjax.config.checks import FLOAT32_MAX, is_bias, is_int, is_sized
 from specjax.config.keywords import holds_fields
-from specjax.config.rules import VERIFICATION_RULES, unknown_rule
+from specjax.config.rules import VERIFICATION_RULES, VerificationRule, unknown_rule
 
 # What a model's generation_config.json may say, and the values where neither it nor a user does.
 OF_MODEL: Mapping[str, Any] = {
@@ -91,7 +91,7 @@ class SamplingParams:
     # False is plain decoding for this request alone, whatever num_speculative_tokens says:
     # the same text under `greedy`, `seeded` and `delta`.
     speculate: bool = True
-    verification: str | None = None  # this request's own rule; by default the call's
+    verification: VerificationRule | None = None  # this request's own rule; by default the call's
     self_check: bool = False  # tests draws against their distribution, see specjax.SelfCheck
 
     def __post_init__(self):

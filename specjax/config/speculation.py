@@ -10,15 +10,16 @@ import operator
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from specjax.config import batch_size_table, vllm_json
 from specjax.config.checks import check_store_features, is_int, is_sized
 from specjax.config.keywords import holds_fields
-from specjax.config.names import BY_NAME, MATCHING
-from specjax.config.rules import VERIFICATION_RULES, unknown_rule
+from specjax.config.names import BY_NAME, MATCHING, Method
+from specjax.config.rules import VERIFICATION_RULES, VerificationRule, unknown_rule
 
-POLICIES = ("goodput", "fixed")
+Policy: TypeAlias = Literal["goodput", "fixed"]
+POLICIES = get_args(Policy)
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 
@@ -97,7 +98,7 @@ class SpeculationConfig:
     """
 
     # None, "ngram", "history", "self-int8", "self-int4", "draft_model", or a kind of head
-    method: str | None = None
+    method: Method | None = None
     model: str | None = None  # a folder, a hub name, or "demo"
     # Most draft tokens along one path, as the user gives it; `depth` resolves the default.
     num_speculative_tokens: int | None = None
@@ -105,12 +106,12 @@ class SpeculationConfig:
     num_speculative_tokens_per_batch_size: Any = None  # tuple[Entry, ...], once made
     # "goodput": the K with the most expected tokens per second, up to num_speculative_tokens;
     # "fixed": always that K. By default the table above if there is one, else goodput.
-    policy: str | None = None
+    policy: Policy | None = None
     # Most decoding rows with which a batch drafts; by default unlimited.
     speculation_max_rows: int | None = None
     # Most positions fed to a draft model; by default its own limit.
     max_model_len: int | None = None
-    verification: str = "seeded"
+    verification: VerificationRule = "seeded"
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     prompt_lookup_matches: int = 1  # continuations; more than one are drafted as a tree
@@ -136,7 +137,7 @@ class SpeculationConfig:
     # take less time, and tokens more memory. "captured" stores the target's hidden states from
     # which that vector is computed: plain steps compute nothing, and tokens take the most memory.
     # By default heads of several EAGLE layers store the vector.
-    store_features: bool | str | None = None
+    store_features: bool | Literal["captured"] | None = None
     # Devices of a mesh's tensor axis over which a draft model is split, a number that divides the
     # axis: 1 puts the whole drafter on each device. By default the number with the shortest time
     # per draft token by the devices' published figures, 1 where these are unknown.

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import jax
 
 from specjax.config.checks import is_int
-from specjax.config.names import BY_NAME, NO_DRAFTER, SELF_DRAFTING, check_drafter
+from specjax.config.names import BY_NAME, NO_DRAFTER, SELF_DRAFTING, DrafterName, check_drafter
 from specjax.config.rules import Rule
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters import heads, mtp_files
@@ -241,7 +241,9 @@ class LoadedDrafter:
 
 
 # Accepted wherever a caller names a drafter.
-DrafterSource: TypeAlias = DrafterSpec | LoadedDrafter | Model | str | os.PathLike[str] | None
+DrafterSource: TypeAlias = (
+    DrafterSpec | LoadedDrafter | Model | DrafterName | str | os.PathLike[str] | None
+)
 
 
 def load_drafter(

@@ -26,7 +26,7 @@ from specjax.api.requests import Refused, token_ids
 from specjax.config.checks import shown
 from specjax.config.engine import EngineConfig
 from specjax.config.keywords import keyword_check
-from specjax.config.rules import LOSSY_RULES, Rule
+from specjax.config.rules import LOSSY_RULES, Rule, VerificationRule
 from specjax.config.speculation import SpeculationConfig
 from specjax.decode.made_weights import MadeWeights
 from specjax.drafters.base import DrafterSpec
@@ -491,7 +491,7 @@ def build_decoder(
     target: ModelConfig | Model,
     *,
     drafter: DrafterSource = None,
-    verification: str | None = None,
+    verification: VerificationRule | None = None,
     num_speculative_tokens: int | None = None,
     speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
     engine: EngineConfig | Mapping[str, Any] | None = None,

@@ -1,9 +1,12 @@
 """Names that users write: what is misspelt is told apart from what is asked of the Hub."""
 
+import typing
+
 import pytest
 from helpers import tiny_llama
 
 import specjax
+from specjax.config import engine, names, rules, vllm_json
 from specjax.config.names import check_drafter, closest, suggestion
 from specjax.models import loading
 
@@ -50,3 +53,14 @@ def test_a_drafter_called_none_is_plain_decoding():
 def test_what_is_like_nothing_is_no_misspelling():
     assert closest("surprise", ["ngram", "history"]) is None
     assert suggestion("surprise", ["ngram", "history"]) == ""
+
+
+def test_names_in_types_are_those_that_are_taken():
+    named = {
+        names.DrafterName: names.DRAFTERS,
+        names.Method: vllm_json.METHODS,
+        rules.VerificationRule: rules.VERIFICATION_RULES,
+        engine.KvCacheDtype: (*engine.KV_CACHE_DTYPES, *engine._SAME_DTYPES),
+    }
+    for literal, taken in named.items():
+        assert set(typing.get_args(literal)) == set(taken)
