@@ -78,7 +78,7 @@ def is_tie(completion, expected_ids) -> bool:
         for i, (a, b) in enumerate(itertools.zip_longest(completion.token_ids, expected_ids))
         if a != b
     )
-    params = SAMPLING["everything" if completion_is_sampled(completion) else "greedy"]
+    params = SAMPLING["everything" if completion_is_sampled(completion) else "greedy"].filled({})
     prompt = completion.prompt_token_ids
     text = [*prompt, *expected_ids[:differs]]
     config = target().config

@@ -66,12 +66,12 @@ def gemma_like() -> ModelConfig:
 
 def eagle3_head() -> Eagle3Config:
     """Returns the EAGLE-3 head, which captures first layers here: which ones changes no bytes."""
-    return dataclasses.replace(published.HEADS["llama-3.1-8b-eagle3"], aux_layers=(2, 3, 4))
+    return dataclasses.replace(published.LLAMA_EAGLE3, aux_layers=(2, 3, 4))
 
 
 def dflash_head() -> DFlashConfig:
     """Returns the DFlash head, which captures first layers here, too."""
-    return dataclasses.replace(published.HEADS["llama-3.1-8b-dflash"], aux_layers=(1, 2, 3, 4, 5))
+    return dataclasses.replace(published.LLAMA_DFLASH, aux_layers=(1, 2, 3, 4, 5))
 
 
 def p_eagle_head() -> Eagle3Config:

@@ -239,9 +239,8 @@ def made(cls: type[Config], given: Any, argument: str) -> Config:
     if isinstance(given, cls):
         return given
     if not isinstance(given, Mapping | None):
-        raise ValueError(
-            f"{argument}={shown(given)} must be a {cls.__name__} or a mapping of its fields."
-        )
+        kind = f"{'an' if cls.__name__[0] in 'AEIOU' else 'a'} {cls.__name__}"
+        raise ValueError(f"{argument}={shown(given)} must be {kind} or a mapping of its fields.")
     given = {} if given is None else given
     known = _fields_of[argument]
     for name, value in given.items():

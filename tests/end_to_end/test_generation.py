@@ -516,8 +516,8 @@ def test_memory_of_a_burst_does_not_grow_with_the_pool(target):
 def test_what_is_no_model_is_named(target):
     with pytest.raises(TypeError, match="got dict"):
         generate({}, [[1]])
-    with pytest.raises(ValueError, match="got dict"):
-        generate(target, [[1]], sampling={"temperature": 0})
+    with pytest.raises(ValueError, match="SamplingParams or a mapping"):
+        generate(target, [[1]], sampling=8)
 
 
 # From here on the compiled functions of the tests above are forgotten.

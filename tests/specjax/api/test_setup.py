@@ -241,7 +241,7 @@ def test_an_engine_config_may_be_a_mapping():
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"max_row": 3}, "did you mean 'max_rows'"),
+        ({"max_row": 3}, "did you mean max_rows=3"),
         ({"max_rows": 0}, "EngineConfig.max_rows=0"),
         (8, "engine=8 must be an EngineConfig or a mapping"),
     ],

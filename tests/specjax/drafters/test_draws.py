@@ -192,7 +192,7 @@ def test_pairs_have_the_law_of_draws_without_replacement(params, is_kept, rule):
     """The joint law of two siblings, within 5 standard errors of 100,000 rows."""
     law = np.array([0.35, 0.25, 0.15, 0.12, 0.08, 0.05])
     siblings = draw_many(np.log(law), params, rule, 2)
-    law = law ** (1 / params.temperature) * is_kept
+    law = law ** (1 / params.filled({}).temperature) * is_kept
     law /= law.sum()
     pairs = law[:, None] * law[None, :] / (1 - law[:, None])
     np.fill_diagonal(pairs, 0)

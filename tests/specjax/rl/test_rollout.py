@@ -735,7 +735,7 @@ def test_what_goes_on_keeps_what_it_began_with():
         with pytest.raises(ValueError, match=message):
             go_on(sampling=other)
     assert batch.sampling == dataclasses.replace(
-        SAMPLING, seed=None, verification="seeded", logprobs=0
+        SAMPLING.filled({}), seed=None, verification="seeded", logprobs=0
     )
     # Out of jit it no longer says; what its arrays tell is held against them.
     bare = jax.jit(lambda batch: batch)(batch)

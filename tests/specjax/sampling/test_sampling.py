@@ -99,6 +99,7 @@ def reference(logits, params, history, position, prompt_length=PROMPT_LENGTH):
     if position + 1 - prompt_length < params.min_tokens:
         for token in (*params.stop_token_ids, *(() if params.ignore_eos else EOS)):
             x[token] = -np.inf
+    params = params.filled({})
     r = params.repetition_penalty
     for token in seen:
         x[token] = x[token] / r if x[token] > 0 else x[token] * r
@@ -570,7 +571,7 @@ def test_logprobs_of_a_plain_row_are_those_of_the_scaled_logits_in_any_company(p
     node = np.arange(NUM_TOKENS)
     expected = processed[node, choice.token_ids]
     np.testing.assert_allclose(told.processed, expected, atol=1e-5)
-    if params.temperature:
+    if params.filled({}).temperature:
         np.testing.assert_array_equal(told.processed, told.tempered)
     if params.entropy:
         entropy = -np.sum(np.exp(processed) * processed, axis=1)
