@@ -30,7 +30,8 @@ STEPS = {
     "end_to_end/test_update_params.py": (
         "test_a_burst_in_flight_ends_under_the_weights_it_was_sent_with",
     ),
-    "specjax/cli/test_generate_command.py": ("test_json_document",),
+    "specjax/cli/test_generate_command.py": ("test_colors_on_request", "test_json_document"),
+    "specjax/decode/test_burst.py": ("test_when_a_burst_ends",),
     "specjax/drafters/test_eagle.py": ("test_what_it_says_is_what_its_equations_say",),
     "specjax/drafters/test_head_goldens.py": ("test_drafts_are_those_of_the_golden_file",),
     "specjax/drafters/test_parallel_eagle.py": ("test_what_it_says_is_what_its_equations_say",),
@@ -52,6 +53,7 @@ WHOLE_RUNS = {
     "end_to_end/test_trees.py": ("test_several_ngram_matches_make_a_tree",),
     "pallas_kernels/test_mosaic_tpu.py": ("test_attention_is_that_of_the_reference",),
     "specjax/drafters/test_eagle.py": ("test_tokens_are_those_of_plain_decoding",),
+    "specjax/engine/test_pages.py": ("test_random_scripts",),
     "specjax/training/test_trainer.py": ("test_it_learns_text_that_the_target_repeats",),
 }
 MAY_COST_MORE = {

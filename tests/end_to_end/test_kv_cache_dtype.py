@@ -301,6 +301,7 @@ def test_a_kernel_that_reads_no_such_pages_is_refused_with_it():
         EngineConfig(kv_cache_dtype="fp8", kernels={"tree_attention": "mosaic_gpu"})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "most"), [("int8", 2e-3), ("fp8", 1e-2)])
 def test_what_is_lost_is_little_and_something(name, most):
     """Of a random model; docs/guides/memory.md has the figures of a real one."""

@@ -18,6 +18,7 @@ def target():
     return tiny_model(num_layers=1, vocab_size=31)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("logprobs", "number"), [(21, 21), (2**31, 2**31), (2**70, 2**70), (-1, 31)]
 )

@@ -127,6 +127,7 @@ def test_json_document(run):
     assert document["stats"]["num_output_tokens"] == 24
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "prompts", [["w5 w6"], pytest.param(["w5 w6", "w7"], marks=pytest.mark.full)]
 )

@@ -112,6 +112,7 @@ def test_rows_in_chunks_are_decided_as_all_at_once():
     assert set(turn[count < np.asarray(proposal.num_tokens)[own]]) == set(range(len(RULES)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows_at_once", quick([4, ROWS], 4))
 def test_every_emitted_token_has_its_log_probability(rows_at_once):
     """Of accepted drafts, and of the token of the target's own that follows them."""

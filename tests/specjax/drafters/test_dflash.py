@@ -346,7 +346,7 @@ class Rows:
         return block, jnp.stack(all_logits), jnp.stack(tokens), estimates, state.pages
 
 
-QUICK = "a Markov head of its own tokens", "DFlash2, one by one"
+QUICK = ("DFlash2, one by one",)
 ONE_BY_ONE = {
     "own tables, logits one by one": "own tables",
     "Markov, one by one": "a Markov head",

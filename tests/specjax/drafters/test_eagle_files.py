@@ -198,6 +198,7 @@ def test_what_is_refused(tmp_path, more, change, match):
         read(folder)
 
 
+@pytest.mark.full
 def test_a_plan_captures_the_layers_that_are_named(tmp_path, monkeypatch):
     folder = write(tmp_path, flat(), tensors_of(config_of(), FLAT_PREFIX))
     assert find_drafter(folder, TARGET.config, (0, 1, 1)).taps == (0, 1, 1)

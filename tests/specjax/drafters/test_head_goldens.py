@@ -12,7 +12,7 @@ from asked_for import quick
 HEADS = golden_heads.golden_heads()
 
 
-@pytest.mark.parametrize("name", quick(HEADS, "eagle3", "mtp", "dspark_rnn", "mlp_speculator"))
+@pytest.mark.parametrize("name", quick(HEADS, "eagle3", "mlp_speculator"))
 def test_drafts_are_those_of_the_golden_file(tmp_path, name):
     head = HEADS[name]
     with np.load(golden_heads.FOLDER / f"{name}.npz") as golden:

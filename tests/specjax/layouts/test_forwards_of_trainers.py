@@ -91,6 +91,7 @@ def maxtext_weights():
     return drawn(maxtext_shapes(MAXTEXT))
 
 
+@pytest.mark.full
 def test_maxtext():
     weights = maxtext_weights()
     expected = maxtext_logits(weights, MAXTEXT, TOKEN_IDS)

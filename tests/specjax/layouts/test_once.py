@@ -22,6 +22,7 @@ def test_the_same_arrays_are_converted_once():
     assert once.num_conversions == 2
 
 
+@pytest.mark.full
 def test_the_result_goes_with_the_arrays():
     once = doubled()
     arrays = {"a": jnp.ones(2), "b": jnp.zeros(3)}

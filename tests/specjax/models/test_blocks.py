@@ -28,6 +28,7 @@ def expert(layer, index, x, activate):
     return side("experts_down_proj", np.asarray(activate(gate, up)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("renormalises", [True, False])
 def test_experts_are_a_loop_over_tokens_and_their_choices(renormalises):
     num_experts, chosen, d, f = 5, 2, 8, 6
@@ -64,6 +65,7 @@ def test_experts_are_a_loop_over_tokens_and_their_choices(renormalises):
         np.testing.assert_allclose(out[place], expected * is_token[place], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_an_expert_that_overflows_counts_only_where_it_is_chosen():
     num_experts, d, f, large = 4, 32, 16, 2
     half = lambda x: jnp.asarray(x, jnp.float16)

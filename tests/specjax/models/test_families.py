@@ -107,6 +107,7 @@ def test_an_example_generates_what_its_logits_say(model):
         assert said.tolist() == list(completion.token_ids)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "field", quick(["attention_softcap", "logits_softcap", "layer_ropes"], "layer_ropes")
 )

@@ -107,6 +107,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_trees_are_converted_once_and_compile_nothing(name):
     layout, form = OTHERS[name]

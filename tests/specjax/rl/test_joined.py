@@ -106,6 +106,7 @@ def test_one_thread_is_a_rollout_as_ever(make, alone, model):
     assert is_idle(decoder)
 
 
+@pytest.mark.full
 def test_other_weights_wait_for_their_turn(make, alone, model):
     decoder, trees = make(shares_steps=True), [model.params, others(model.params)]
     chosen = [trees[n % 2] for n in range(len(PROMPTS))]

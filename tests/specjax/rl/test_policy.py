@@ -119,6 +119,7 @@ def test_a_temperature_per_sample_and_none():
     np.testing.assert_allclose(told.tempered[2], told.raw[2], rtol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick([*MODELS, "experts"], "windows"))
 def test_attention_over_blocks_of_queries_is_what_rollouts_report(name, monkeypatch):
     monkeypatch.setattr(policy, "QUERIES_AT_ONCE", 8)  # of 31
@@ -143,7 +144,8 @@ def test_memory_grows_with_the_width_and_not_its_square():
     assert narrow < wide < 5 * narrow
 
 
-@pytest.mark.parametrize("is_saving_memory", quick([True, False], True))
+@pytest.mark.full
+@pytest.mark.parametrize("is_saving_memory", [True, False])
 @pytest.mark.parametrize("name", quick(MODELS, "llama"))
 def test_gradients_are_those_of_a_plain_forward(name, is_saving_memory, monkeypatch):
     if is_saving_memory:  # logits in chunks of five tokens of each sample, the last not full

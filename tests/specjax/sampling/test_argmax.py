@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from scipy import stats
 
 from pallas_kernels.implementations import lowered_for
@@ -80,7 +81,7 @@ def all_scores(values, keys):
     return values + is_random_of(values.shape[0]) * noise
 
 
-@pytest.mark.parametrize("vocab", [1, 3, 127, 128, 129, 1000, LARGE])
+@pytest.mark.parametrize("vocab", quick([1, 3, 127, 128, 129, 1000, LARGE], 1, 129, LARGE))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_winner_is_that_of_all_scores(kind, vocab):
     for seed in range(4):
@@ -240,7 +241,7 @@ def test_top_k_of_the_few_is_that_of_all(kind, top_k):
 
 
 @pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "equal", "masked", "last"])
-@pytest.mark.parametrize("top_k", [0, 40])
+@pytest.mark.parametrize("top_k", quick([0, 40], 40))
 @pytest.mark.parametrize("min_p", [0.0, 0.01])
 def test_top_p_of_the_few_is_that_of_all(kind, top_k, min_p):
     scaled = scaled_of(kind)

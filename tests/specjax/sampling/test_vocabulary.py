@@ -263,6 +263,7 @@ def score_few(vocabulary, logits, *where):
     return sampling_lib.choose_and_score(logits, *where, max_logprobs=2, vocabulary=vocabulary)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("function", [choose, score_few, probs])
 def test_no_collective_carries_logits(function):
     logits, where = make_case(OPTIONS["all"])

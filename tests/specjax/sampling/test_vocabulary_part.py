@@ -28,6 +28,7 @@ def compiled():
     return jax.jit(run)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("params", OPTIONS.values(), ids=OPTIONS)
 def test_the_part_draws_what_the_whole_draws(params):
     logits, where = make_case(params)

@@ -58,6 +58,7 @@ def without(layer, key):
     return {name: leaf for name, leaf in layer.items() if name != key}
 
 
+@pytest.mark.full
 def test_swapped_axes_are_seen():
     swap = lambda layer, key: layer | {key: layer[key][::-1]}
     config = wrong("swapped axes", axes=changed_leaf(HERON.axes, "o_proj", swap))
@@ -206,6 +207,7 @@ def test_a_tap_that_comes_too_late_is_seen(monkeypatch):
         check_family(HERON_CONFIG)
 
 
+@pytest.mark.full
 def test_statistics_over_the_batch_are_seen():
     def forward(params, config, token_ids, *arguments, **options):
         mean = jnp.mean(params["embed_tokens"][token_ids], axis=range(token_ids.ndim))

@@ -348,6 +348,7 @@ def test_padding_inside_texts_is_left_out():
     assert wide.lengths.tolist() == [4, 6]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weights", ["policy", "narrow"])
 def test_weights_that_are_not_the_drafters_are_refused(policy, head, decoder, adapter, weights):
     narrow = jax.tree.map(lambda x: x[..., :1], head.params)

@@ -69,6 +69,7 @@ def test_what_begins_is_what_the_drafter_is_made_of(name):
     hash((kind, config))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(PARTIAL, "dspark"))
 def test_a_part_of_the_vocabulary(name):
     ids = [3, 5, 8, 13, 21]
@@ -112,6 +113,7 @@ def test_a_head_of_pairs_begins_near_the_target_itself(name):
     assert np.corrcoef(np.ravel(said), np.ravel(before))[0, 1] > 0.9
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(KINDS, "mlp_speculator"))
 def test_a_target_in_bfloat16(name):
     kind, config, params = begun(name)
@@ -134,6 +136,7 @@ def test_a_draft_model_that_is_given():
         draft_model.given(tiny_model(vocab_size=7), MODEL.config)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tokens_per_root", quick([1, 5], 5))
 def test_blocks_after_every_token(tokens_per_root):
     """Without a key, some roots at a time; each says what it says where it is drawn."""

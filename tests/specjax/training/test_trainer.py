@@ -143,6 +143,7 @@ class _Traced(Exception):
     pass
 
 
+@pytest.mark.full
 def test_steps_are_traced_for_the_devices_of_the_target(target, text, monkeypatch):
     """On a mesh of CPUs beside a default device of another kind."""
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("data", "tensor"))
@@ -164,7 +165,7 @@ def test_steps_are_traced_for_the_devices_of_the_target(target, text, monkeypatc
     idle = types.SimpleNamespace(report=lambda *_: None)
     steps = {
         "a look": lambda: run.look(state.params, text),
-        "a step": lambda: trainer._loop(run, None, memory, text, text, idle, None),
+        "a step": lambda: trainer._loop(run, None, memory, text, text, idle, None, np.inf),
     }
     for name, step in steps.items():
         with implementations.lowered_for("tpu"), pytest.raises(_Traced):
@@ -205,6 +206,7 @@ def test_expected_accepted_tokens_alone_choose_the_best_weights(target, text):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_target_that_gives_nan_is_refused(target, text):
     broken = dataclasses.replace(target, params=jax.tree.map(lambda x: x * np.nan, target.params))
     with pytest.raises(ValueError, match="numbers that are not finite"):
@@ -233,6 +235,7 @@ def test_what_is_no_optimizer_is_refused(target, text, tmp_path):
     assert not list(tmp_path.iterdir())  # the folder is there for another try
 
 
+@pytest.mark.full
 def test_a_run_whose_figures_meant_something_else_is_refused(target, text, tmp_path):
     train(target, text, config=CONFIG, folder=tmp_path)
     (path,) = tmp_path.rglob("run.json")
