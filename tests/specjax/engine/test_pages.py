@@ -179,6 +179,7 @@ def test_tails_go_when_pages_run_out_or_weights_are_new():
     pool.check()
 
 
+@hypothesis.settings(deadline=None)
 @hypothesis.given(data=st.data())
 def test_random_scripts(data):
     """No page is lost, held twice by accident, or found for other tokens than its own."""
