@@ -38,8 +38,9 @@ STEPS = {
     ),
     "specjax/cli/test_generate_command.py": ("test_colors_on_request", "test_json_document"),
     "specjax/decode/test_burst.py": ("test_when_a_burst_ends",),
-    "specjax/drafters/test_eagle.py": ("test_what_it_says_is_what_its_equations_say",),
     "specjax/drafters/test_head_goldens.py": ("test_drafts_are_those_of_the_golden_file",),
+    "specjax/drafters/test_dflash.py": ("test_what_it_says_is_what_its_equations_say",),
+    "specjax/drafters/test_draws.py": ("test_what_is_drawn_is_verified_exactly",),
     "specjax/drafters/test_parallel_eagle.py": ("test_what_it_says_is_what_its_equations_say",),
     "specjax/rl/test_dialogues.py": ("test_tokens_are_those_of_the_whole_text_fed_anew",),
     "specjax/rl/test_rollout.py": (

@@ -119,6 +119,7 @@ def test_the_optimiser_is_not_read(stored):
     assert model.name == "tree"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_over_a_mesh_in_another_dtype(stored, num_devices):
     config, layout, expected, folder = stored

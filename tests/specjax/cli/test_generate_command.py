@@ -144,6 +144,7 @@ def test_logprobs_follow_the_text(run, prompts):
     assert set(plain.splitlines()) <= set(out.splitlines())
 
 
+@pytest.mark.full
 def test_entropy_stands_beside_logprobs(run):
     _, out, _ = run("w5 w6", "--logprobs", "0", "--entropy", "--temperature", "1")
     assert "processed, raw, entropy: token" in out

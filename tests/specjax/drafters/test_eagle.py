@@ -28,7 +28,8 @@ from specjax.trees import static_shapes
 from specjax.trees.expanding import Growth
 
 
-@pytest.mark.parametrize("name", quick(FLAGS, "two_layers"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", FLAGS)
 def test_what_it_says_is_what_its_equations_say(name):
     config, params = make_head(name)
     check_texts(Reference(config, params), Rows(config, params, 3), 3, VOCAB)

@@ -128,6 +128,7 @@ def drawn_tree(config):
     return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), shapes)
 
 
+@pytest.mark.full
 def test_tunix():
     config = tiny_llama_config(
         family="qwen3", qk_norm=True, tie_word_embeddings=True, rope=RopeConfig(theta=1e6)

@@ -100,6 +100,7 @@ def test_taps_are_those_of_whole_sequences(case, token_bucket):
     np.testing.assert_array_equal(found.batch[0], hidden)
 
 
+@pytest.mark.full
 def test_taps_of_what_runs_beside(case):
     config, params, texts, (_, tapped) = case
     _, _, found = jax.jit(steps(config, texts, None, True, TAPS))(params)

@@ -138,6 +138,7 @@ def bytes_of_kernels(tree):
     return size(matrices) - tree["embed_tokens"].nbytes
 
 
+@pytest.mark.full
 def test_bytes_moved_are_those_of_the_matrices():
     tree = specjax.convert_back(params(3), "nnx", CONFIG)
     assert roll(tree, "nnx").metrics["weights_bytes_moved"] == bytes_of_kernels(params(3))

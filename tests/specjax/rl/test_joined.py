@@ -117,6 +117,7 @@ def test_other_weights_wait_for_their_turn(make, alone, model):
     assert is_idle(decoder)
 
 
+@pytest.mark.full
 def test_groups_budgets_and_refused_prompts(make, alone, model):
     decoder = make(shares_steps=True)
     calls = [
@@ -150,6 +151,7 @@ def test_a_time_budget_ends_one_rollout_alone(make, alone, model):
     assert is_idle(decoder)
 
 
+@pytest.mark.full
 def test_a_step_that_fails_ends_all_rollouts_and_none_after(make, alone, model, monkeypatch):
     decoder = make(shares_steps=True)
     first = specjax.rollout(decoder, model.params, [PROMPTS[0]], sampling=SAMPLING)

@@ -169,6 +169,7 @@ def test_gradients_are_those_of_a_plain_forward(name, is_saving_memory, monkeypa
         np.testing.assert_allclose(own, wanted, rtol=1e-3, atol=2e-4)
 
 
+@pytest.mark.full
 def test_what_is_saved_for_the_backward_pass():
     run, text = decoder(), batch()
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from jax.sharding import Mesh, PartitionSpec
 
 from specjax import sampling as sampling_lib
@@ -149,8 +150,9 @@ def test_processed_logits_and_choices_are_equal_to_the_bit(params):
         np.testing.assert_array_equal(split.is_invalid, whole.is_invalid)
 
 
-@options
-def test_logprobs_of_slices(params):
+@pytest.mark.parametrize("name", quick(OPTIONS, "greedy", "all"))
+def test_logprobs_of_slices(name):
+    params = OPTIONS[name]
     logits, where = make_case(params, seed=5)
     (choice, split), (expected, whole) = both(score, logits, where)
     np.testing.assert_array_equal(choice.token_ids, expected.token_ids)

@@ -371,6 +371,7 @@ def test_an_update_that_is_not_finite_changes_nothing(policy, decoder):
     jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
 
 
+@pytest.mark.full
 def test_what_is_no_state_no_rollout_or_traced_is_refused(policy, decoder, adapter):
     batch = _sampled(decoder, policy.params)
     with pytest.raises(TypeError, match="expected an AdapterState"):

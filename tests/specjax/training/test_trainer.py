@@ -304,6 +304,7 @@ def test_bfloat16_target(text):
     assert all(np.isfinite(look.figures.mean_loss) for look in trained.looks)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", quick(["eagle3", "draft_model"], "eagle3"))
 def test_it_is_saved_and_read(target, text, tmp_path, kind):
     trained = train(target, text, kind, config=CONFIG)
