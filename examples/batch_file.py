@@ -23,7 +23,8 @@ def main(argv=None):
     parser.add_argument("--max-tokens", type=int, default=128)
     args = parser.parse_args(argv)
 
-    prompts = args.prompts.read_text(encoding="utf-8").splitlines()
+    with args.prompts.open(encoding="utf-8") as file:
+        prompts = [line.removesuffix("\n") for line in file]
     has_answer = answered(args.answers)
     todo = {line: text for line, text in enumerate(prompts, start=1) if line not in has_answer}
     print(f"{len(todo)} of {len(prompts)} lines are to be answered")
@@ -61,7 +62,7 @@ def answered(path):
     whole, _, rest = (path.read_text(encoding="utf-8") if path.exists() else "").rpartition("\n")
     if rest:
         path.write_text(whole + "\n" * bool(whole), encoding="utf-8")
-    return {json.loads(text)["line"] for text in whole.splitlines()}
+    return {json.loads(text)["line"] for text in whole.split("\n") if text}
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def parse_line(line: str) -> tuple[Any, dict[str, Any]]:
     if not is_chat and not _is_plain(prompt):
         raise ValueError("prompt must be a string or a list of token ids.")
     if is_chat and (arguments := _chat_arguments(value)):
-        prompt = Chat(prompt, **arguments)
+        prompt = _chat(prompt, arguments)
     return prompt, sampling_arguments.from_json(value)
 
 
@@ -164,7 +164,17 @@ def _with_arguments(entry: PromptEntry, arguments: Mapping[str, Any]) -> PromptE
         if not _is_chat(prompt):
             return entry
         prompt = Chat(prompt)
-    return entry._replace(prompt=Chat(prompt.messages, **{**arguments, **prompt.arguments}))
+    return entry._replace(prompt=_chat(prompt.messages, {**arguments, **prompt.arguments}))
+
+
+def _chat(messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> Chat:
+    for name in ("messages", "self"):
+        if name in arguments:
+            raise ValueError(
+                f"{name!r} is no argument of a chat's template; leave it out. The messages stand "
+                'in "messages" of a line of --prompts.'
+            )
+    return Chat(messages, **arguments)
 
 
 def _is_chat(value: Any) -> bool:

@@ -173,7 +173,7 @@ def advice(name: str, known: Collection[str], value: Any = None) -> str:
             return f"; did you mean {renamed}={own}?"
     # Its holder may not be taken here: then it says where the name belongs.
     for argument, fields in _fields_of.items():
-        for field in (name, *_renamed(name)):
+        for field in _renamed(name) or (name,):
             if field in fields:
                 is_here = "write" if argument in known else "it belongs to"
                 return f"; {is_here} {argument}={{{field!r}: {own}}}"

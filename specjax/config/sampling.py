@@ -113,11 +113,11 @@ class SamplingParams:
 
         Args:
           generation_defaults: of the model, which win over the library's: those of OF_MODEL, and
-            do_sample, of which False is temperature 0.
+            do_sample, of which False is temperature 0 and leaves the others as they are.
         """
         values = {**OF_MODEL, **generation_defaults}
         if generation_defaults.get("do_sample") is False:
-            values = {**OF_MODEL, "temperature": 0.0}
+            values["temperature"] = 0.0
         missing = {name: values[name] for name in OF_MODEL if getattr(self, name) is None}
         return dataclasses.replace(self, **missing) if missing else self
 

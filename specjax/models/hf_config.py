@@ -148,10 +148,8 @@ def sampling_defaults(generation: Json) -> dict[str, Any]:
       ValueError: a value is none that its parameter can have.
     """
     defaults = {key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None}
-    if flag(generation, "do_sample", True):
-        SamplingParams(
-            **{key: value for key, value in defaults.items() if key != "do_sample"}
-        ).validate()
+    flag(generation, "do_sample", True)
+    SamplingParams().filled(defaults)
     return defaults
 
 

@@ -81,7 +81,8 @@ def row_values(
         parameters that `SamplingParams.validate` refuses.
     """
     params.validate(eos_token_ids=eos_token_ids)
-    own = {name: getattr(params.filled({}), name) for name in OF_MODEL}
+    filled = params.filled({})
+    own = {name: getattr(filled, name) for name in OF_MODEL}
     if params.logprobs is not None and params.logprobs > engine_config.max_logprobs:
         raise ValueError(
             f"logprobs={params.logprobs} exceeds "

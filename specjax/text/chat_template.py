@@ -8,15 +8,18 @@ it sees nothing but text, numbers, lists and dictionaries. Arguments mean what t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from specjax.config.checks import shown
 from specjax.text import template_process
 from specjax.text.tool_schemas import schema_of
 
 MAX_SOURCE_CHARS = 128 * 1024
+MAX_DEPTH = 100  # of dictionaries, lists and other containers inside each other
 _ADVICE = "use the template that the model's authors published, or pass the prompt as text."
 # Written behind the final message that is to be continued. The space shows whether the template
 # strips what it writes.
@@ -140,7 +143,7 @@ def _rendered(source: str, variables: dict[str, Any]) -> str:
             f"compiled; {_ADVICE}"
         )
     try:
-        return template_process.rendered(source, variables)
+        return template_process.rendered(str.__str__(source), variables)
     except template_process.Stopped as error:
         raise ValueError(
             f"the chat template was stopped: {error}. It may be broken or hostile; {_ADVICE}"
@@ -163,7 +166,7 @@ def _check_taken(variables: Mapping[str, Any]) -> None:
     for name, (harmless, instead) in _NOT_TAKEN.items():
         value = variables.get(name, harmless[0])
         if not any(value is each or value == each for each in harmless):
-            raise ValueError(f"{name}={value!r:.100} is not available: {instead}.")
+            raise ValueError(f"{name}={shown(value)} is not available: {instead}.")
 
 
 def _listed(name: str, values: Any) -> list[Any]:
@@ -176,7 +179,7 @@ def _message(message: Any) -> dict[str, Any]:
     """Returns a message as templates take it: without what is None, its reasoning by both names."""
     message = plain(message)
     if not isinstance(message, dict):
-        raise ValueError(f"a message must be a dict with role and content, got {message!r:.100}.")
+        raise ValueError(f"a message must be a dict with role and content, got {shown(message)}.")
     parts = message.get("content")
     for part in parts if isinstance(parts, list | tuple) else ():
         kind = part.get("type") if isinstance(part, dict) else None
@@ -197,14 +200,26 @@ def _tool(tool: Any) -> Any:
         return tool
     if inspect.isfunction(tool) or inspect.ismethod(tool):
         return schema_of(tool)
-    raise ValueError(f"tools holds {tool!r:.100}; expected JSON schemas or functions.")
+    raise ValueError(f"tools holds {shown(tool)}; expected JSON schemas or functions.")
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, depth: int = 0) -> Any:
     """Returns a value made of Python's own types; "<Type>" stands for any other object.
 
     A template may call methods of what it is given, which nobody made for that.
+
+    Args:
+      depth: how many containers hold it.
+
+    Raises:
+      ValueError: containers are nested deeper than MAX_DEPTH, or hold themselves.
     """
+    if depth > MAX_DEPTH:
+        raise ValueError(
+            f"a message or an argument of a chat is nested too deep; at most {MAX_DEPTH} lists and "
+            "dictionaries may stand inside each other."
+        )
+    inside = functools.partial(plain, depth=depth + 1)
     match value:
         case None | bool():
             return value
@@ -215,19 +230,19 @@ def plain(value: Any) -> Any:
         case float():
             return float.__float__(value)
         case Mapping():
-            return {plain(key): plain(each) for key, each in value.items()}
+            return {inside(key): inside(each) for key, each in value.items()}
         case list():
-            return [plain(each) for each in value]
+            return [inside(each) for each in value]
         case tuple():
-            return tuple(plain(each) for each in value)
+            return tuple(inside(each) for each in value)
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # of numpy or jax
-        return plain(value.item())
+        return inside(value.item())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
-        return {field.name: plain(getattr(value, field.name)) for field in fields}
+        return {field.name: inside(getattr(value, field.name)) for field in fields}
     dump = getattr(value, "model_dump", None)  # of pydantic
     if callable(dump):
-        return plain(dump())
+        return inside(dump())
     return f"<{type(value).__name__}>"
 
 

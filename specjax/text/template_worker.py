@@ -29,8 +29,8 @@ import jinja2.sandbox
 import jinja2.utils
 
 # Imported by jinja2 or Python at first use, when this process can open no file any more.
-_LATER = ("encodings.unicode_escape", "jinja2.constants", "jinja2.debug")
-_LATER += ("pprint", "random", "textwrap")
+_LATER = ("encodings.unicode_escape", "html", "jinja2.constants", "jinja2.debug")
+_LATER += ("pprint", "random", "textwrap", "unicodedata")
 READY = b"ready\n"
 PREFIX_BYTES = 8  # of a request and a reply: how many bytes follow
 TEXT = b"+"  # what the reply of a rendering that went well begins with
@@ -96,7 +96,8 @@ def _answer(
 
 
 def _failure(stage: str, error: Exception) -> bytes:
-    message = str(error)
+    # An OSError's text names a path of this machine.
+    message = (error.strerror or "") if isinstance(error, OSError) else str(error)
     cut = len(message) > _MAX_MESSAGE_CHARS
     message = f"{message[:_MAX_MESSAGE_CHARS]}..." if cut else message.removesuffix(".")
     return json.dumps({"stage": stage, "kind": type(error).__name__, "message": message}).encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import http.client
 import json
 import time
@@ -72,6 +73,34 @@ def test_prometheus_counts_a_run(few_layers, capsys):
     assert (
         'vllm:generation_tokens_total{engine="0",model_name="demo"} 128' in capsys.readouterr().out
     )
+
+
+def test_a_line_of_a_batch_ends_at_its_newline_alone(tmp_path, monkeypatch, capsys):
+    class Engine(contextlib.nullcontext):
+        """Refuses every prompt, and shows it."""
+
+        has_work, stats = False, None
+
+        def __init__(self, *_, **__):
+            super().__init__(self)
+
+        def add(self, prompt, sampling):
+            raise ValueError(prompt)
+
+    monkeypatch.setattr(specjax, "Engine", Engine)
+    paths = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    lines = ["a\u2028b", "c\x85d\x0ce", "", "f"]
+    for text in ("".join(f"{line}\n" for line in lines), "\n".join(lines)):
+        paths[0].write_text(text, encoding="utf-8")
+        for to_do in (4, 0):
+            batch_file.main([*map(str, paths)])
+            assert f"{to_do} of 4 lines are to be answered" in capsys.readouterr().out
+        written = paths[1].read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        assert [json.loads(line)["error"] for line in written] == lines
+        paths[1].unlink()
+    paths[0].write_text("")
+    batch_file.main([*map(str, paths)])
+    assert "0 of 0 lines" in capsys.readouterr().out
 
 
 @pytest.mark.full

@@ -326,6 +326,16 @@ def test_a_line_may_hold_arguments_of_the_template(tmp_path):
     assert text.prompt == "text"
 
 
+def test_messages_are_no_argument_of_the_template(tmp_path):
+    for name in ("messages", "self"):
+        line = {"messages": [{"role": "user", "content": "hi"}]}
+        own = write_lines(tmp_path, json.dumps(line | {"chat_template_kwargs": {name: []}}))
+        with pytest.raises(ValueError, match=f"line 1: '{name}' is no argument of a chat's"):
+            prompts.collect([], own, is_chat=False)
+        with pytest.raises(ValueError, match=f"'{name}' is no argument of a chat's template"):
+            prompts.collect(["a"], None, is_chat=True, chat_arguments={name: []})
+
+
 @pytest.mark.parametrize("text", ["[1]", "{", "5"])
 def test_arguments_of_the_template_are_an_object(text, capsys):
     with pytest.raises(SystemExit):

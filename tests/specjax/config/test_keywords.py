@@ -63,6 +63,12 @@ def test_an_unknown_keyword_says_what_to_write():
     assert not failures
 
 
+def test_a_name_that_means_an_argument_is_not_said_to_belong_elsewhere():
+    for called in (specjax.SamplingParams, specjax.EngineConfig, specjax.load_model):
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'model'$"):
+            called(model=1)
+
+
 def test_an_engine_says_it_too_before_a_request_is_made():
     engine = object.__new__(specjax.Engine)
     for add in (engine.add, lambda *of, **given: next(engine.stream(*of, **given))):
@@ -130,8 +136,9 @@ def test_what_is_left_open_is_the_models_else_the_librarys():
     assert given.filled(whole).repetition_penalty == 1.0
     library = params.filled({})
     assert {name: getattr(library, name) for name in OF_MODEL} == {**OF_MODEL, "top_p": 0.5}
-    greedy = specjax.SamplingParams().filled({"do_sample": False, "top_p": 0.5})
-    assert (greedy.temperature, greedy.top_p) == (0.0, 1.0)
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2}
+    greedy = specjax.SamplingParams().filled({"do_sample": False, "temperature": 0.7, **penalties})
+    assert greedy == specjax.SamplingParams(temperature=0, **penalties).filled({})
     drawn = specjax.SamplingParams().filled({"do_sample": True, "top_k": 20})
     assert (drawn.temperature, drawn.top_k) == (1.0, 20)
 

@@ -405,6 +405,9 @@ def test_null_is_as_good_as_absent():
         ({"temperature": "1"}, "temperature='1' is out of range"),
         ({"top_k": 2.5}, "top_k=2.5"),
         ({"do_sample": "no"}, "do_sample='no' must be true or false"),
+        ({"do_sample": False, "repetition_penalty": 0}, "repetition_penalty=0 must be above 0"),
+        ({"do_sample": False, "presence_penalty": "1"}, "presence_penalty='1' is out of range"),
+        ({"do_sample": False, "top_k": 2.5}, "top_k=2.5"),
     ],
 )
 def test_a_generation_config_that_means_nothing(tmp_path, generation, message):

@@ -8,11 +8,13 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 
+import jinja2.sandbox
 import numpy as np
 import pytest
 
-from specjax.text import chat_template, template_process
+from specjax.text import chat_template, template_process, template_worker
 from specjax.text.template_process import _Worker
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -52,6 +54,32 @@ def test_what_templates_do_is_left_to_them():
     assert found == written
 
 
+def test_every_filter_runs_where_no_file_can_be_opened():
+    values = ("'a <b>c</b> &amp; d'", "[1, 2]", "{'a': 1}")
+    given = ("", "(1)", "('a')", "('a', 'b')")
+    failures, ran = [], set()
+    for name in jinja2.sandbox.ImmutableSandboxedEnvironment().filters:
+        for value in values:
+            for arguments in given:
+                source = f"{{{{ {value} | {name}{arguments} }}}}"
+                try:
+                    _render(source)
+                    ran.add(name)
+                except ValueError as error:
+                    if any(kind in str(error) for kind in ("OSError", "ImportError", "NotFound")):
+                        failures.append((source, str(error)))
+    assert not failures
+    assert {"striptags", "urlize", "pprint", "wordwrap", "tojson", "random"} <= ran
+    assert _render(r"{{ '\N{BULLET}' }}") == "\u2022"
+
+
+def test_an_error_of_the_system_is_told_without_its_path():
+    for error in (FileNotFoundError(2, "No such file", "/a/b"), OSError(24, "Too many", "/a/b")):
+        told = template_worker._failure("render", error).decode()
+        assert error.strerror in told
+        assert "/a/b" not in told
+
+
 def test_the_date_is_that_of_the_program():
     before = datetime.datetime.now()
     said = _render("{{ strftime_now('%Y-%m-%d %H:%M') }}")
@@ -84,6 +112,35 @@ def test_a_template_sees_plain_values():
     source = "{{ text }}{{ text.kept }} " + " ".join(f"{{{{ {key} }}}}" for key in [*given][1:])
     expected = "a 3 False 0.5 {'x': 1} (1, 2) {1: 2} <ndarray> <builtin_function_or_method>"
     assert _render(source, **given) == expected
+    assert _render(Text("{{ messages[0].content }}")) == "hi"
+
+
+def _nested(levels, inside=()):
+    for _ in range(levels):
+        inside = [inside]
+    return inside
+
+
+def test_what_is_nested_too_deep_is_refused():
+    most = chat_template.MAX_DEPTH
+    endless = {"role": "user"}
+    endless["content"] = endless
+    deep = _nested(5_000)
+    assert _render("{{ a | length }}", a=_nested(most - 1)) == "1"
+    for messages, arguments in (
+        ([{"role": "user", "content": _nested(most + 1)}], {}),
+        ([{"role": "user", "content": deep}], {}),
+        ([endless], {}),
+        (HELLO, {"a": _nested(most + 1)}),
+        (HELLO, {"a": {"b": (deep,)}}),
+    ):
+        with pytest.raises(ValueError, match="nested too deep; at most 100 lists"):
+            _render("", messages, **arguments)
+    for name in ("tools", "documents"):
+        with pytest.raises(ValueError, match="nested too deep"):
+            chat_template.render(name, HELLO, {}, **{name: [{"a": deep}]})
+    with pytest.raises(ValueError, match="tools holds an object of list whose repr fails"):
+        chat_template.render("tools", HELLO, {}, tools=[deep])
 
 
 @pytest.mark.parametrize(
@@ -114,12 +171,19 @@ def test_a_template_that_fails_says_why(source, message):
     assert _render("{{ messages[0].content }}") == "hi"
 
 
+class _AtOnce(threading.Timer):
+    """A timer without time: it has run out when it starts."""
+
+    def start(self):
+        self.function()
+
+
 @pytest.mark.parametrize(
     ("module", "limit", "most", "message"),
     [
         (chat_template, "MAX_SOURCE_CHARS", 20, "has 43 characters, and at most 20 are compiled"),
         (template_process, "MAX_OUTPUT_CHARS", 20, "stopped: it writes more than 20 characters"),
-        (template_process, "MAX_WAIT_S", -1.0, "stopped: it does not end within -1 s"),
+        (template_process.threading, "Timer", _AtOnce, "stopped: it does not end within 60 s"),
         pytest.param(
             template_process,
             "MAX_MEMORY_BYTES",
