@@ -263,6 +263,7 @@ class Engine:
             self._leave(request_id)
 
     @entrance("specjax.Engine.update_params")
+    @checks_keywords
     def update_params(
         self,
         params: Params | DecoderParams,

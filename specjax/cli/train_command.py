@@ -11,7 +11,11 @@ from typing import Any
 
 from specjax.cli.parser import at_least, layer_ids
 
-KINDS = "eagle3", "dflash", "dspark", "medusa", "mlp_speculator", "draft_model"
+# Of `specjax.training.kinds`, which takes seconds to import.
+KINDS = (
+    *("eagle3", "p-eagle", "eagle", "mtp", "dflash", "dspark"),
+    *("medusa", "mlp_speculator", "draft_model"),
+)
 RUN_FOLDER = "training"  # beside the drafter: checkpoints, own text, plot
 
 
@@ -90,7 +94,7 @@ def _add_head(parser: argparse.ArgumentParser) -> None:
         "--aux-layer-ids",
         type=layer_ids,
         metavar="IDS",
-        help="layers of the target whose inputs it reads (eagle3, dflash, dspark)",
+        help="layers of the target whose inputs it reads (eagle3, p-eagle, dflash, dspark)",
     )
     group.add_argument(
         "--draft-vocab-size",

@@ -273,9 +273,11 @@ def load_drafter(
         vocabulary are the target's, its mask token has no row there, a head's files are not those
         of a head for this target, the config names another kind of head by its method, or sets a
         field that does not apply to this drafter.
-      TypeError: `source` is none of these, or a class derived from a drafter of specjax cannot be
-        made with that drafter's fields.
+      TypeError: `source` is none of these, `target` is no Model, or a class derived from a drafter
+        of specjax cannot be made with that drafter's fields.
     """
+    if not isinstance(target, Model):
+        raise TypeError(f"target is {target!r:.100}; expected a Model, as load_model returns.")
     config = config or SpeculationConfig()
     if source == config.model:  # else it overrides what the config names
         if source is None and config.method == mtp_files.METHOD:

@@ -79,6 +79,15 @@ def test_run_knows_all():
 
 
 @every_notebook
+def test_what_it_imports_of_specjax_is_there(path):
+    for cell in code_cells(path):
+        for node in ast.walk(ast.parse(source(cell))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("specjax"):
+                names = ", ".join(alias.name for alias in node.names)
+                exec(f"from {node.module} import {names}", {})
+
+
+@every_notebook
 def test_begins_with_badge_and_install_cell(path):
     first, second = cells(path)[:2]
     here = f"specjax/specjax/blob/main/colab/{path.name}"

@@ -5,8 +5,9 @@ import json
 import pytest
 
 import specjax
+from specjax.cli import train_command
 from specjax.cli.main import main
-from specjax.training import trainer
+from specjax.training import kinds, trainer
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +62,7 @@ def test_a_folder_with_other_files_is_refused_first(arguments, capsys, monkeypat
     monkeypatch.setattr(specjax, "load_model", lambda *_: pytest.fail("it was loaded"))
     assert main([*common, "--out", str(folder / "text")]) == 2
     assert "give one that is empty or absent" in capsys.readouterr().err
+
+
+def test_every_kind_can_be_asked_for():
+    assert tuple(kinds.KINDS) == train_command.KINDS
