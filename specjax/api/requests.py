@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specjax.config.checks import shown
 from specjax.config.engine import EngineConfig
 from specjax.config.keywords import made
 from specjax.config.rules import Rule
@@ -287,7 +288,7 @@ def _shown(value: Any) -> str:
     """Returns a value and its type, for a message."""
     if value is None:
         return "None"
-    text = repr(value)
+    text = shown(value, 61)
     text = text if len(text) <= 60 else text[:57] + "..."
     return f"{text} ({type(value).__name__})"
 

@@ -113,7 +113,7 @@ def parse_line(line: str) -> tuple[Any, dict[str, Any]]:
     """
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(
             f"this is no JSON ({error}); write a string, or an object with prompt or messages. In "
             "a file named .txt a line is a prompt as it stands."

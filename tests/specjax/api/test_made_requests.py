@@ -62,6 +62,18 @@ def test_a_prompt_that_leaves_no_room_is_refused(target, prompt, max_context):
     assert f"prompt has {prompt} tokens and the context holds {prompt}" in (refused[0].error)
 
 
+def test_a_prompt_that_is_nested_is_refused_alone(target):
+    deep = [1]
+    for _ in range(5_000):
+        deep = [deep]
+    requests, refused = made(target, [[1], deep, [1, deep], [1]])
+    assert [request.prompt_index for request in requests] == [0, 3]
+    assert [each.error[:25] for each in refused] == [
+        "prompt 1: a prompt holds ",
+        "prompt 2: a prompt holds ",
+    ]
+
+
 @pytest.mark.filterwarnings("ignore:max_tokens=.* do not fit beside the prompt")
 def test_the_least_output_must_fit(target):
     assert made(target, [[1] * 60], min_tokens=4, max_tokens=9)[1] == []

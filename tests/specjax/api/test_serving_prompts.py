@@ -46,7 +46,7 @@ def engine(template):
     target = dataclasses.replace(tiny_llama(0), tokenizer=template)
     # Only ids go in and out: the text of a reply is none of this test's business.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specjax.engine.output_text.IncrementalText", lambda *_: None)
+        patch.setattr("specjax.engine.output_text.IncrementalText", lambda *_, **__: None)
         with specjax.Engine(target, engine=ENGINE) as engine:
             template.engine = engine
             yield engine

@@ -347,6 +347,7 @@ def test_arguments_of_the_template_are_an_object(text, capsys):
     "line, message",
     [
         ("hello", "no JSON"),
+        pytest.param("[" * 5_000 + "]" * 5_000, " is no ", id="deep"),
         ('{"messages": [{"role": "user"}], "chat_template_kwargs": 5}', "expected an object"),
         ('{"prompt": "a", "tools": []}', "'tools' is no sampling parameter"),
         ("5", "a int is no prompt"),
