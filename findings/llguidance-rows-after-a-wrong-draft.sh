@@ -8,7 +8,7 @@ set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "${PYTHON:-python3}" -m venv "$work/venv"
-"$work/venv/bin/pip" install -q llguidance==1.9.1 numpy
+"$work/venv/bin/pip" install -q llguidance==1.9.1 numpy==2.4.6
 "$work/venv/bin/python" - <<'PYTHON'
 import llguidance.numpy
 import numpy as np

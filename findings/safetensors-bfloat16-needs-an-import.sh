@@ -8,7 +8,7 @@ set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "${PYTHON:-python3}" -m venv "$work/venv"
-"$work/venv/bin/pip" install -q safetensors==0.8.0 ml_dtypes==0.5.4 numpy
+"$work/venv/bin/pip" install -q safetensors==0.8.0 ml_dtypes==0.5.4 numpy==2.4.6
 "$work/venv/bin/python" - <<'PYTHON'
 import json
 import pathlib

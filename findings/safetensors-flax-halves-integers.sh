@@ -7,7 +7,7 @@ set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "${PYTHON:-python3}" -m venv "$work/venv"
-"$work/venv/bin/pip" install -q safetensors==0.8.0 jax==0.10.2 numpy
+"$work/venv/bin/pip" install -q safetensors==0.8.0 jax==0.10.2 numpy==2.4.6
 JAX_PLATFORMS=cpu "$work/venv/bin/python" - <<'PYTHON'
 import pathlib
 import tempfile

@@ -126,7 +126,8 @@ def _estimated(plan: Estimate, document: dict[str, Any]) -> list[tuple[str, str]
         free = total - plan.resident_bytes
         rows += [("memory, each chip", _gigabytes(total))]
         rows += [("free memory, each chip", _gigabytes(free))]
-    rows.append(("workspace of the largest step", f"about {_gigabytes(plan.workspace_bytes)}"))
+    workspace = f"about {_gigabytes(plan.workspace_bytes)}, maybe several times more"
+    rows.append(("workspace of the largest step", workspace))
     if plan.memory is not None:
         pages, size = plan.memory.num_pages, plan.memory.page_size
         rows += [

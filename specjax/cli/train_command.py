@@ -55,8 +55,8 @@ def add_parser(commands: Any) -> None:
         "--held-out",
         metavar="PATH",
         nargs="+",
-        help="data to look at, at most a quarter of what is learned between looks (default: of a "
-        "twentieth)",
+        help="held-out data; each look uses at most a quarter of the texts trained on since the "
+        "last look, and at least 64 (default: a twentieth of the data)",
     )
     _add_own_text(parser)
     _add_head(parser)

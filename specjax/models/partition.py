@@ -124,7 +124,11 @@ def check_mesh(mesh: Any) -> None:
 def validate(config: ModelConfig, mesh: Mesh) -> None:
     """Raises ValueError when a model cannot be split over the mesh."""
     check_mesh(mesh)
-    size = axis_size(mesh, TENSOR)
+    check_divides(config, axis_size(mesh, TENSOR))
+
+
+def check_divides(config: ModelConfig, size: int) -> None:
+    """Raises ValueError when a model cannot be split over a tensor axis of `size` devices."""
     if (field := undivided(config, size)) is not None:
         possible = [n for n in range(1, size) if undivided(config, n) is None]
         raise ValueError(

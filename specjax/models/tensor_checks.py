@@ -15,6 +15,7 @@ import numpy as np
 
 from specjax.models.base import ModelConfig
 from specjax.models.families import family_of
+from specjax.models.weight_files import IDLE, TIED
 
 _MOST_NAMES_LISTED = 10
 _LAYER = re.compile(r"^(.*?\.)\d+\.")  # the first number in a tensor's name is its layer's
@@ -49,7 +50,7 @@ def check_sources(
     missing = [name for name in needed if name not in tensors]
     if missing:
         hint = ""
-        if "lm_head.weight" in missing:
+        if TIED in missing:
             hint = (
                 " A model whose head is its embedding says tie_word_embeddings: true "
                 "in config.json."
@@ -140,14 +141,12 @@ def _unused_in_layers(
 ) -> Iterator[str]:
     """Yields names of tensors in the layers that run that the model neither needs nor may ignore.
 
-    It may ignore rotary tables and GPT-2's causal masks, which specjax computes, and scales of
-    a quantised cache. Layers past the last (multi-token prediction) are not run.
+    It may ignore what is IDLE. Layers past the last (multi-token prediction) are not run.
     """
-    idle = re.compile(r"(rotary_emb\.\w+|attn\.(masked_)?bias|\.[kv]_scale)$")
     layers = {match[0] for name in needed if (match := _LAYER.match(name))}
     for name in tensors:
         match = _LAYER.match(name)
-        if match and match[0] in layers and name not in needed and not idle.search(name):
+        if match and match[0] in layers and name not in needed and not IDLE.search(name):
             yield name
 
 
@@ -163,7 +162,7 @@ def _check_outside_layers(
     elsewhere.
     """
     stems = {match[1] for name in needed if (match := _LAYER.match(name))}
-    known = {*needed, *(["lm_head.weight"] if config.tie_word_embeddings else [])}
+    known = {*needed, *([TIED] if config.tie_word_embeddings else [])}
     left = [
         name
         for name in tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,6 +20,10 @@ from specjax.runtime.model_files import find_file, read_json
 FILE_NAMES = ("model.safetensors", "pytorch_model.bin")
 ADAPTER = "adapter_config.json"  # of PEFT
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+# Tensors that a model may leave unused: rotary tables and GPT-2's causal masks, which specjax
+# computes, and scales of a quantised cache. TIED is stored or not where it is the embedding.
+IDLE = re.compile(r"(rotary_emb\.\w+|attn\.(masked_)?bias|\.[kv]_scale)$")
+TIED = "lm_head.weight"
 _INDEX = ".index.json"
 _COMPARED = 16  # numbers of a tensor that tell whether two files hold the same
 
@@ -97,9 +102,11 @@ def _difference(tensors: Tensors, other: Path) -> str | None:
         return f"files that {other.name} names are not there"
     except ValueError as error:
         return f"the latter cannot be read ({error!s:.200})"
-    if names := sorted(tensors.keys() ^ others.keys()):
+    alone = tensors.keys() ^ others.keys()
+    if names := sorted(name for name in alone if name != TIED and not IDLE.search(name)):
         return f"{len(names)} tensors are in one of them alone, such as {names[0][:200]}"
-    changed = [name for name in tensors if _differ(tensors[name], others[name])]
+    both = [name for name in tensors if name in others and not IDLE.search(name)]
+    changed = [name for name in both if _differ(tensors[name], others[name])]
     return f"{len(changed)} tensors differ, such as {changed[0][:200]}" if changed else None
 
 

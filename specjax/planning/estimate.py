@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.models.partition import check_divides, undivided
 from specjax.planning.abstract_decoder import AbstractDecoder
 from specjax.planning.compiled_memory import engine_buckets
 from specjax.planning.memory_model import plan_memory
@@ -32,7 +33,6 @@ from specjax.runtime.amounts import amount
 # float32 arrays of [tokens, vocabulary] that a step holds at once while tokens are chosen, and
 # arrays of [tokens, intermediate_size] in the dtype of the weights inside a layer.
 LOGIT_ARRAYS, INNER_ARRAYS = 5, 9
-MOST_CHIPS = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,11 @@ def estimate(request: PlanRequest) -> Estimate:
     """Returns the plan of a request by formulas; nothing is compiled.
 
     A mesh of the device is not looked at: weights count as if chips shared them evenly.
+
+    Raises:
+      ValueError: the model cannot be split over the device's chips.
     """
+    check_divides(request.target, request.device.count)
     device = dataclasses.replace(request.device, mesh=None)
     request = dataclasses.replace(request, device=device)
     # Without a mesh a drafter cannot be split; its shards are counted below.
@@ -120,11 +124,14 @@ def _fits(
     needed = lambda count: _resident(decoder, request, count) + beside * chips // count
     if needed(chips) <= total:
         return True, ()
-    enough = (2**power for power in range(MOST_CHIPS.bit_length()) if 2**power > chips)
-    count = next((n for n in enough if needed(n) <= total), None)
+    more = range(chips + 1, request.target.num_kv_heads + 1)
+    possible = (n for n in more if undivided(request.target, n) is None)
+    count = next((n for n in possible if needed(n) <= total), None)
     hint = "use a smaller dtype, max_rows or max_context"
     if count is not None:
         hint = f"{count} chips would hold it, with --tensor-parallel {count}; or {hint}"
+    else:
+        hint = f"no split of this model over more chips would; {hint}"
     return False, (
         f"it does not fit: weights, state and a step take {amount(needed(chips))} of each chip, "
         f"which has {amount(total)}; {hint}.",

@@ -54,8 +54,8 @@ MOST_HOPE = 2.0
 # Least extra budget of a new pair, in bursts: what is learned early serves longest.
 FIRST_HOPE = 0.5
 GAIN_SHARE = 0.05  # fraction of the seconds saved by drafting that joins the extra budget
-# Share of a burst that pages cut in the steps that are expected of the next, and a tenth of it by
-# which that number grows after each that they did not.
+# Weight of the newest burst in the moving average of steps that pages allow. After a burst that
+# pages did not cut, the average grows by a tenth of this.
 GROWTH_SHARE = 0.1
 ENOUGH_MEASURED = 3  # measurements after which a bucket may run for more than a probe
 # Seconds of plain decoding after which a probe that drafts is due, and the fraction of plain

@@ -1,9 +1,8 @@
 """Keeps the processes that render chat templates, and asks them.
 
-A process starts with the first template that is rendered (0.12 s of a processor) and serves the
-next ones. It gets no variables of the environment but those that Python needs, so it holds no
-keys, and what goes wrong in it ends it alone. Threads share a few processes; a fork of the program
-starts its own.
+A process starts with the first template that is rendered and serves the next ones. It gets no
+variables of the environment but those that Python needs, so it holds no keys, and what goes wrong
+in it ends it alone. Threads share a few processes; a fork of the program starts its own.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def rendered(source: str, variables: dict[str, Any]) -> str:
     Raises:
       Failed: by an error of the template.
       Stopped: it takes more than one of the limits above, or its process ended.
-      RuntimeError: no process can be started.
+      OSError: no process can be started.
     """
     request = {
         "source": source,
@@ -88,13 +87,13 @@ class _Worker:
                 env={name: os.environ[name] for name in _NEEDED if name in os.environ},
             )
         except OSError as error:
-            raise RuntimeError(
+            raise OSError(
                 f"a process of {sys.executable!r}, which renders chat templates, cannot be started "
                 f"({error}); pass prompts as text."
             ) from error
         self._is_late = False
         if self._exchange(None, len(_READY)) != _READY:
-            raise RuntimeError(
+            raise OSError(
                 "the process that renders chat templates did not start (exit code "
                 f"{self.end()}); check that {sys.executable} can import jinja2 3.1.6."
             )
@@ -157,7 +156,7 @@ def _folder_of(module: str) -> str:
     """Returns the folder that a package is imported from."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
-        raise RuntimeError(f"{module} is not installed, which renders chat templates.")
+        raise OSError(f"{module} is not installed, which renders chat templates.")
     return str(Path(spec.origin).parent.parent)
 
 

@@ -215,6 +215,7 @@ class Tokenizer:
         Raises:
           ValueError: there is no such template, it fails on the messages, takes too much time or
             memory (docs/untrusted-files.md), or an argument of transformers' has no effect here.
+          OSError: the process that renders it cannot be started.
         """
         if tokenize is not False:
             raise ValueError("render_chat returns text; encode_chat returns the ids of a chat.")

@@ -12,6 +12,7 @@ import pytest
 from specjax.cli import comparison
 from specjax.cli import main as cli
 from specjax.cli.main import main
+from specjax.text import template_process
 
 QUICK = shlex.split("--max-tokens 6 --temperature 0 --ignore-eos --burst-steps 4")
 
@@ -192,6 +193,14 @@ def test_chat(run):
     assert chat == plain
     template = {"chat_template": "{{ messages[0].content }} {{ last }}", "last": "w9"}
     assert run("w5 w6", "--chat", "--chat-arguments", json.dumps(template))[1] == plain
+
+
+def test_a_chat_whose_process_does_not_start_is_refused_in_one_line(run, monkeypatch):
+    monkeypatch.setattr(template_process._pool, "_idle", [])
+    monkeypatch.setattr(template_process, "_START", "raise SystemExit(3)")
+    code, _, err = run("w5 w6", "--chat")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "the process that renders chat templates did not start (exit code 3)" in err
 
 
 def test_model_without_tokenizer_takes_and_gives_ids(run, untokenized_folder, tmp_path):

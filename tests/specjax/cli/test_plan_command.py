@@ -186,6 +186,21 @@ def test_an_estimate_says_what_would_fit(capsys):
     assert (document["fits"], document["num_chips"]) == (True, 4)
 
 
+def test_an_estimate_names_only_chips_that_divide_the_model(capsys):
+    cases = {
+        ("llama-3.1-70b", "1", "28e9"): "8 chips would hold it, with --tensor-parallel 8; or",
+        ("qwen2.5-1.5b", "2", "1e9"): "no split of this model over more chips would",
+        ("qwen2.5-7b", "1", "7e9"): "4 chips would hold it, with --tensor-parallel 4; or",
+    }
+    printed = {}
+    for model, chips, memory in cases:
+        asked = ["--device", "v5e", "--tensor-parallel", chips, "--memory-bytes", memory]
+        assert main(["plan", model, *asked, "--estimate"]) == 0
+        printed[model, chips, memory] = capsys.readouterr().out
+    assert not {case: printed[case] for case, hint in cases.items() if hint not in printed[case]}
+    assert "maybe several times more" in printed["qwen2.5-7b", "1", "7e9"]
+
+
 def test_the_estimate_comes_first_and_stands_where_nothing_compiles(capsys, monkeypatch):
     def find_device(name, num_chips):
         assert "estimate, from formulas" in capsys.readouterr().out  # already printed
@@ -260,6 +275,9 @@ def test_every_word_is_explained_in_one_line_and_on_the_page(capsys):
         (["demo", "--tensor-parallel", "-1"], "cannot be split over -1 chips"),
         (["demo", "--tensor-parallel", "0"], "cannot be split over 0 chips"),
         (["demo", "--num-speculative-tokens", "-1"], "num_speculative_tokens=-1 must"),
+        (["llama-3.1-70b", "--device", "v5e:4x4"], "num_kv_heads=8 is not divisible by the mesh's"),
+        (["qwen2.5-1.5b", "--device", "v5e", "--tensor-parallel", "8"], "num_heads=12 is not"),
+        (["llama-3.1-8b", "--device", "v5e", "--tensor-parallel", "3"], "num_heads=32 is not"),
         (["demo", "--device", "tpu:v5e:2y2"], "has the topology '2y2'"),
         (["demo", "--device", "gpu:v5e"], "device='gpu:v5e' is unknown"),
         (["demo", "--device", "tpu:h100:2x2"], "device='tpu:h100:2x2' is unknown"),

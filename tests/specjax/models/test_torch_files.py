@@ -262,3 +262,24 @@ def test_safetensors_are_preferred(tmp_path, write_safetensors):
     write_safetensors(tmp_path / "model.safetensors", {"a": np.ones(2, np.float32)})
     with pytest.warns(UserWarning, match="holds its weights twice, in model.safetensors"):
         assert open_folder(tmp_path)["a"].tolist() == [1, 1]
+
+
+def test_tensors_that_no_model_needs_may_be_in_one_file_alone(tmp_path, write_safetensors):
+    one, other = np.ones((1, 2), np.float32), np.zeros((1, 2), np.float32)
+    layer = {"model.embed_tokens.weight": one, "h.0.attn.c_attn.weight": one}
+    idle = ["model.layers.0.self_attn.rotary_emb.inv_freq", "h.0.attn.bias", "h.0.attn.masked_bias"]
+    alone = {"lm_head.weight": one, **{name: one for name in idle}}
+    for in_torch, in_safetensors in (
+        (alone, {}),
+        ({}, alone),
+        ({idle[1]: other}, alone),
+    ):
+        write_torch(tmp_path / "pytorch_model.bin", layer | in_torch)
+        write_safetensors(tmp_path / "model.safetensors", layer | in_safetensors)
+        open_folder(tmp_path)
+    write_torch(tmp_path / "pytorch_model.bin", layer | {"norm.weight": one})
+    with pytest.warns(UserWarning, match="1 tensors are in one of them alone, such as norm.weight"):
+        open_folder(tmp_path)
+    write_torch(tmp_path / "pytorch_model.bin", layer | {"lm_head.weight": other})
+    with pytest.warns(UserWarning, match="1 tensors differ, such as lm_head.weight"):
+        open_folder(tmp_path)

@@ -284,11 +284,11 @@ def test_the_process_has_no_variables_of_the_program(monkeypatch):
 
 def test_a_python_that_cannot_be_started_is_named(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/python")
-    with pytest.raises(RuntimeError, match="a process of '/no/python', which renders chat templ"):
+    with pytest.raises(OSError, match="a process of '/no/python', which renders chat templ"):
         _Worker()
     monkeypatch.undo()
     monkeypatch.setattr(template_process, "_START", "raise SystemExit(3)")
-    with pytest.raises(RuntimeError, match=r"did not start \(exit code 3\)"):
+    with pytest.raises(OSError, match=r"did not start \(exit code 3\)"):
         _Worker()
 
 
