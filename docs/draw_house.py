@@ -16,10 +16,11 @@ from typing import Any
 from drawing import Pen, write
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("specjax", "pallas_kernels")
+PACKAGES = ("specjax", "pallas_kernels", "benchmarks", "tools")
 
 # Colours of a room's band, from what users call down to what touches the device.
 GROUPS = {
+    "not installed": ("#8d6e63", {"benchmarks", "tools"}),
     "what you call": (
         "#5c6bc0",
         {"examples", "bench", "__main__", "cli", "integrations", "api", "rl", "training"},

@@ -3,8 +3,13 @@
 import gc
 import os
 import pathlib
+import sys
 import time
 from importlib import metadata
+
+# Where benchmarks/ and tools/ lie, which no wheel has. Last, so that the package is the installed
+# one.
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 # Before jax starts: it reads the platform once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -19,7 +19,7 @@ SMALL = 4 * BLOCK
 
 # Number and width of the blocks that are gathered, those with the largest values or with any
 # above -inf. Enough for top_k = 50, whose tokens are in at most 50 blocks; other sizes were
-# not compared. specjax.bench.noise measures the cost of filters with these, on x86-64 with
+# not compared. benchmarks.noise measures the cost of filters with these, on x86-64 with
 # jax 0.10.2 and 0.12.0: docs/benchmarks/seeded-noise.md.
 FEW, FEW_BLOCK = 64, 32
 

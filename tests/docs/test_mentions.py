@@ -7,7 +7,10 @@ import re
 import pytest
 from pages import ROOT, found_under
 
-FOLDERS = ("colab", "configs", "docs", "examples", "pallas_kernels", "specjax", "tests")
+FOLDERS = (
+    *("benchmarks", "colab", "configs", "docs", "examples", "pallas_kernels", "specjax"),
+    *("tests", "tools"),
+)
 FILES = {
     path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")
 }
@@ -17,13 +20,15 @@ SOURCES = sorted(
     + [
         path
         for path in FILES
-        if re.match(r"(configs|docs|examples|pallas_kernels|specjax)/.*\.(py|md)$", path)
+        if path.endswith((".py", ".md")) and not path.startswith(("colab/", "tests/"))
     ]
 )
 PATH = re.compile(r"(?<![\w/.:-])(?:[\w-]+/)+[\w-]+\.(?:py|md|json|svg|png|ipynb)\b")
-NAME = re.compile(r"(?<![\w/.@-])(?:specjax|pallas_kernels)(?:\.[A-Za-z_]\w*)+(?![\w/]|-)")
+NAME = re.compile(
+    r"(?<![\w/.@-])(?:specjax|pallas_kernels|benchmarks|tools)(?:\.[A-Za-z_]\w*)+(?![\w/]|-)"
+)
 OF_OTHERS = ("litgpt/", "tunix/")
-NEED_TUNIX = ("specjax.integrations.tunix", "specjax.bench.tunix_sampler")
+NEED_TUNIX = ("specjax.integrations.tunix", "benchmarks.tunix_sampler")
 
 
 def is_there(path: str, source: str) -> bool:

@@ -18,8 +18,8 @@ from helpers import (
 )
 
 import specjax
+from benchmarks import kv_cache_dtype
 from pallas_kernels import layout
-from specjax.bench import kv_cache_dtype
 from specjax.config.engine import KV_CACHE_DTYPES, EngineConfig
 from specjax.decode import kv_scales
 from specjax.decode.decoder import shared_decoder

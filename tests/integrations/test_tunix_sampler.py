@@ -12,7 +12,7 @@ import pytest
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # tunix uses what newer jax and flax deprecate
     tunix = pytest.importorskip("tunix")
-    from specjax.bench import tunix_sampler
+    from benchmarks import tunix_sampler
 
 pytestmark = [
     pytest.mark.tunix,

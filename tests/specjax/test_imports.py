@@ -9,16 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("pallas_kernels", "specjax")
+PACKAGES = ("benchmarks", "pallas_kernels", "specjax", "tools")
 # Where the modules lie, and what they are imported as.
 FOLDERS = {
     "pallas_kernels": "pallas_kernels",
     "specjax": "specjax",
     "configs": "specjax.configs",
+    "benchmarks": "benchmarks",
+    "tools": "tools",
 }
+# Run from a clone: no wheel has them.
+NOT_INSTALLED = ("benchmarks", "tools", "examples")
 
 # Only what stands at the edge asks for the public names; all else asks where they live.
 MAY_IMPORT_SPECJAX = (
+    "benchmarks",
     "specjax.__main__",
     "specjax.bench",
     "specjax.cli",
@@ -52,6 +57,7 @@ OPTIONAL = (
     "matplotlib",
 )
 MAY_NEED_OPTIONAL = (
+    "benchmarks",
     "specjax.checkpoints",
     "specjax.integrations",
     "specjax.training.run_store",
@@ -67,7 +73,7 @@ GUARDED = {
 
 
 def modules() -> dict[str, Path]:
-    """Returns every module of the two packages by name."""
+    """Returns every module of the packages by name, with those that are not installed."""
     found = {}
     for folder, package in FOLDERS.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -144,6 +150,8 @@ def violations(name: str) -> Iterator[str]:
             yield f"{where}; only {', '.join(allowed)} may be imported there."
         if forbidden and any(covers(prefix, target) for prefix in forbidden):
             yield f"{where}; {', '.join(forbidden)} may not be imported there."
+        if root in NOT_INSTALLED and name.partition(".")[0] not in NOT_INSTALLED:
+            yield f"{where}; no wheel has that."
         if root in OPTIONAL and not _may_need(name, root):
             yield f"{where}; that belongs to the edge."
 
@@ -204,11 +212,13 @@ def test_rules_are_of_modules_that_are_there():
 def test_rules_see_a_violation(monkeypatch, tmp_path):
     (tmp_path / "bad.py").write_text(
         "def f():\n    import jax.numpy as jnp\n    from specjax import generate\n"
+        "    from benchmarks.replay import Clock\n"
     )
     monkeypatch.setitem(MODULES, "specjax.engine.bad", tmp_path / "bad.py")
     found = [*violations("specjax.engine.bad")]
-    assert len(found) == 2
+    assert len(found) == 3
     assert "jax.numpy" in found[0]
+    assert "no wheel has that" in found[2]
     assert "import a name from the module that it lives in" in found[1]
 
 

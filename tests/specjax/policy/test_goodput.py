@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from asked_for import quick
 
-from specjax.bench.replay import Clock, Costs, Replay, Workload
+from benchmarks.replay import Clock, Costs, Replay, Workload
 from specjax.decode.bucket import Bucket
 from specjax.policy import goodput
 from specjax.policy.cost_files import Known

@@ -1,6 +1,6 @@
 """specjax beside tunix's own sampler, in one run on the same weights.
 
-    python -m specjax.bench.tunix_sampler [--json]
+    python -m benchmarks.tunix_sampler [--json]
 
 needs the `tunix` extra. Both are called as tunix's trainer calls them: texts in, token ids and
 texts out, prompts fed anew. Contenders take turns, each round with prompts of its own, and
@@ -45,7 +45,7 @@ try:
     from tunix.rl.rollout import base_rollout  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise ImportError(
-        "specjax.bench.tunix_sampler needs google-tunix: pip install google-tunix."
+        "benchmarks.tunix_sampler needs google-tunix: pip install google-tunix."
     ) from error
 
 from specjax.integrations.tunix import SpecjaxRollout
@@ -343,7 +343,7 @@ def as_text(figures: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Runs the comparison and prints its figures."""
     parser = argparse.ArgumentParser(
-        prog="python -m specjax.bench.tunix_sampler",
+        prog="python -m benchmarks.tunix_sampler",
         description="specjax beside tunix's own sampler, on the same weights",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from specjax.bench import roofline, roofline_measure, roofline_table
-from specjax.bench.roofline_cases import (
+from benchmarks import roofline, roofline_measure, roofline_table
+from benchmarks.roofline_cases import (
     CHAIN,
     DFLASH,
     EAGLE3,
@@ -22,7 +22,7 @@ from specjax.bench.roofline_cases import (
     few_layers,
     pairs,
 )
-from specjax.bench.roofline_measure import (
+from benchmarks.roofline_measure import (
     beyond,
     copies,
     copies_of_logits,
@@ -37,7 +37,7 @@ from specjax.planning.hlo_program import parse
 from specjax.planning.plan_request import PlanRequest
 from specjax.planning.program_traffic import Entry, Traffic
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 RECORD = json.loads((ROOT / roofline.RECORD).read_text())
 MOST = 1.15  # bytes over minimum of a step that plans promise nothing worse than
 NAME = "Qwen3-0.6B, plain, 32 rows, v5e x1"

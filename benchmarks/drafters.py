@@ -1,6 +1,6 @@
 """Drafters beside each other on one target: acceptance, their share of a step, and speed.
 
-    python -m specjax.bench.drafters --widen 300M --head eagle3=HEAD --k 1 2 4 6 8 --rounds 7
+    python -m benchmarks.drafters --widen 300M --head eagle3=HEAD --k 1 2 4 6 8 --rounds 7
 
 The target goes on from held-out files, at temperature 0 and 0.8. Every drafter, with as many K as
 a process keeps decoders for, and plain decoding take their turn in each round, in an order of
@@ -255,7 +255,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures what is asked for; prints tables, or one JSON document."""
-    parser = argparse.ArgumentParser(prog="python -m specjax.bench.drafters")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.drafters")
     parser.add_argument("--widen", type=parameters_of, metavar="N", help="as of specjax bench")
     names = ["n-gram", "history", "draft model", "hybrid"]
     parser.add_argument("--drafters", nargs="*", default=names, metavar="NAME")

@@ -1,6 +1,6 @@
 """Wall time of requests that arrive one by one: with and without drafts beside their prompts.
 
-    python -m specjax.bench.arrivals --out arrivals.json
+    python -m benchmarks.arrivals --out arrivals.json
 
 Prompts arrive as a Poisson process, somewhat faster than they can be served, so that some
 prompt is fed in most steps. Contenders take turns on one engine each; a round gives all of them
@@ -170,7 +170,7 @@ def _steps(records: Sequence[Any]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m specjax.bench.arrivals")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.arrivals")
     parser.add_argument("--out", type=Path, help="a JSON file; printed without")
     parser.add_argument("--parameters", type=float, default=60e6)
     parser.add_argument("--rows", type=int, default=4)

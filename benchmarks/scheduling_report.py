@@ -1,6 +1,6 @@
 """The page of docs/benchmarks/scheduling.md, from what the two benchmarks wrote.
 
-    python -m specjax.bench.scheduling_report docs/benchmarks/scheduling.json \\
+    python -m benchmarks.scheduling_report docs/benchmarks/scheduling.json \\
         docs/benchmarks/scheduling_walls.json > docs/benchmarks/scheduling.md
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 
 HEAD = """# Which K: what it brings
 
-`python -m specjax.bench.scheduling` measures the steps of a pair, every bucket in every round, and
+`python -m benchmarks.scheduling` measures the steps of a pair, every bucket in every round, and
 replays them through the real
-policy{replayed}; `python -m specjax.bench.walls` runs whole generations. {environment}. The 60M pair has random weights and made-up acceptance, and
+policy{replayed}; `python -m benchmarks.walls` runs whole generations. {environment}. The 60M pair has random weights and made-up acceptance, and
 pays a real draft model.
 """
 STEADY = """## Never slower, replayed
@@ -215,7 +215,7 @@ def _interval(figures: Sequence[float], between: str = " ") -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m specjax.bench.scheduling_report")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scheduling_report")
     parser.add_argument("scheduling", type=Path)
     parser.add_argument("walls", type=Path, nargs="*")
     options = parser.parse_args(argv)

@@ -1,6 +1,6 @@
 """Measures how int8 and fp8 keys and values change the distribution of the next token.
 
-    python -m specjax.bench.kv_cache_dtype
+    python -m benchmarks.kv_cache_dtype
 
 The embedded model reads held-out text through pages of each dtype. After every token the
 distribution of the next one is compared with that of pages in the weights' dtype: the
@@ -116,7 +116,7 @@ def held_out(model: Model, num_texts: int) -> np.ndarray:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m specjax.bench.kv_cache_dtype")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_cache_dtype")
     parser.add_argument("--texts", type=int, default=8)
     options = parser.parse_args(argv)
     model = specjax.load_model("demo")

@@ -1,6 +1,6 @@
 """Wall time of whole generations: the policy, every fixed K, and no drafter, in turn.
 
-    python -m specjax.bench.walls --out docs/benchmarks/scheduling_walls.json --ramp
+    python -m benchmarks.walls --out docs/benchmarks/scheduling_walls.json --ramp
 
 With --ramp also a batch of 32 rows that drains, with lengths like those of a rollout; all
 contenders have the same row buckets then, so that only K tells them apart.
@@ -143,7 +143,7 @@ class Contest:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m specjax.bench.walls")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.walls")
     parser.add_argument("--out", type=Path, required=True, help="a JSON file")
     parser.add_argument("--pair", choices=("embedded", "60M"), default="embedded")
     parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))

@@ -1,6 +1,6 @@
 """When a tree pays: chains, trees and n-gram drafts on the embedded pair, held-out files.
 
-    python -m specjax.bench.trees > docs/benchmarks/trees.json
+    python -m benchmarks.trees > docs/benchmarks/trees.json
 
 Mean acceptance length and speed against plain decoding, batch 1, per temperature. The
 best static trees are fitted on other files than all is timed on.

@@ -1,6 +1,6 @@
 """Tokens per second of `rollout_stream` beside `rollout`, on completions of very unequal lengths.
 
-    python -m specjax.bench.streaming --rows 8 --json streaming.json
+    python -m benchmarks.streaming --rows 8 --json streaming.json
 
 The embedded model goes on with Python files up to the next blank line: half of its completions
 end within a line or two, a few run on to the limit. `rollout` gets the prompts in batches of a

@@ -1,6 +1,6 @@
 """Measures the gain of choosing K: replays of measured step costs, and wall time beside them.
 
-    python -m specjax.bench.scheduling --out docs/benchmarks
+    python -m benchmarks.scheduling --out docs/benchmarks
 
 writes scheduling.json and the picture of a draining batch. Every figure is a ratio within
 this run. With `--costs FILE` the costs of pairs that were measured before are read instead; they
@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.replay import Clock, Costs, Oracle, Replay, Workload
 from specjax.api.assemble import Setup
 from specjax.api.plots import new_figure, whole_ticks
 from specjax.bench import calibrate, measuring
 from specjax.bench.command import model
 from specjax.bench.device_report.document import commit
-from specjax.bench.replay import Clock, Costs, Oracle, Replay, Workload
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.decode.bucket import Bucket
@@ -368,7 +368,7 @@ def run(costs: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m specjax.bench.scheduling")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scheduling")
     parser.add_argument(
         "--out", type=Path, required=True, help="a folder, made where it is missing"
     )

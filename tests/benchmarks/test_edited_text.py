@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from helpers import tiny_gpt2, tiny_llama, uncached_logits
 
-from specjax.bench import edited_text, edits, forced_text
-from specjax.bench.drafters import Contender, compare
-from specjax.bench.edited_text import APART, DIALOGUE, Sessions, Turn, part_of, session
-from specjax.bench.forced_text import forced, with_text
+from benchmarks import edited_text, edits, forced_text
+from benchmarks.drafters import Contender, compare
+from benchmarks.edited_text import APART, DIALOGUE, Sessions, Turn, part_of, session
+from benchmarks.forced_text import forced, with_text
 from specjax.models.families import family_of
 
 TEXT = """def total(rows):

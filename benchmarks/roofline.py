@@ -1,7 +1,7 @@
 """Bytes of compiled steps over the bytes that must move: recorded, and compared with the record.
 
-    python -m specjax.bench.roofline --record  # what is missing in the record
-    python -m specjax.bench.roofline --check --only "Qwen3-0.6B, plain, 32 rows, v5e x1"
+    python -m benchmarks.roofline --record  # what is missing in the record
+    python -m benchmarks.roofline --check --only "Qwen3-0.6B, plain, 32 rows, v5e x1"
 
 It needs the compiler of TPUs (the `tpu` extra) and no TPU.
 """
@@ -20,9 +20,9 @@ from typing import Any
 
 import jax
 
-from specjax.bench import roofline_table
-from specjax.bench.roofline_cases import Case, cases
-from specjax.bench.roofline_measure import measure
+from benchmarks import roofline_table
+from benchmarks.roofline_cases import Case, cases
+from benchmarks.roofline_measure import measure
 
 RECORD = Path("docs/benchmarks/roofline.json")
 TABLE = Path("docs/benchmarks/roofline.md")
@@ -135,7 +135,7 @@ def _in_order(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m specjax.bench.roofline")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline")
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--record", action="store_true", help=f"measure, and write {RECORD}")
     kind.add_argument("--check", action="store_true", help="measure, and compare with the record")

@@ -1,4 +1,4 @@
-"""Measures the cost of drawing tokens beside a step: `python -m specjax.bench.noise`.
+"""Measures the cost of drawing tokens beside a step: `python -m benchmarks.noise`.
 
 Choosing the tokens of 8 nodes by `seeded` verification, with and without filters,
 against taking the argmax, next to a step of the 60M-parameter model: all in one
@@ -208,7 +208,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark and prints its table."""
-    parser = argparse.ArgumentParser(prog="python -m specjax.bench.noise")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.noise")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--rounds", type=int, default=9, help="default 9")
     options = parser.parse_args(argv)

@@ -1,6 +1,6 @@
 """Measures the gap between a rollout's log-probabilities and a trainer's, in bfloat16.
 
-    python -m specjax.bench.policy_gap
+    python -m benchmarks.policy_gap
 
 Three models in bfloat16, rollouts with drafts: the embedded target and draft model, and random
 weights of 60M parameters. `specjax.policy_logprobs` gives the trainer's side, with hidden states in

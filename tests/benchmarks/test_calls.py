@@ -2,7 +2,7 @@
 
 import pytest
 
-from specjax.bench import calls
+from benchmarks import calls
 
 
 def rounds(count, **seconds):

@@ -4,8 +4,8 @@ import pytest
 from helpers import tiny_llama
 
 import specjax
-from specjax.bench import drafters
-from specjax.bench.drafters import Contender, Workload, compare, table
+from benchmarks import drafters
+from benchmarks.drafters import Contender, Workload, compare, table
 
 
 @pytest.mark.slow

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.implementations import lowered_for
-from specjax.bench.roofline_cases import (
+from benchmarks.roofline_cases import (
     CHAIN,
     CONTEXTS,
     HEADS,
@@ -23,6 +22,7 @@ from specjax.bench.roofline_cases import (
     of_first_layers,
     program,
 )
+from pallas_kernels.implementations import lowered_for
 from specjax.drafters import deferring
 from specjax.models.dflash import DFlashConfig
 from specjax.paged.work import ModelWork, model_work

@@ -43,8 +43,8 @@ are written and read, over chips read twice.
 Record and check:
 
 ```sh
-python -m specjax.bench.roofline --record
-python -m specjax.bench.roofline --check --only "Qwen3-0.6B, plain, 32 rows, v5e x1"
+python -m benchmarks.roofline --record
+python -m benchmarks.roofline --check --only "Qwen3-0.6B, plain, 32 rows, v5e x1"
 ```
 
 A check fails where a ratio or the number of operations is 5 % above the recorded one, where there

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from specjax.bench.replay import Clock, Compiler, Costs, Replay, Workload
+from benchmarks.replay import Clock, Compiler, Costs, Replay, Workload
 from specjax.decode.bucket import Bucket
 from specjax.policy.cost_files import Known
 from specjax.policy.goodput import Goodput

@@ -1,6 +1,6 @@
 """Calls by the wall clock, from the first one on: goodput, every fixed K, and no drafter, in turn.
 
-    python -m specjax.bench.calls --pair embedded --drafter demo --batch 1 --temperature 0.8
+    python -m benchmarks.calls --pair embedded --drafter demo --batch 1 --temperature 0.8
 
 Every round calls `specjax.generate` once for each contender, and the whole call counts:
 setting up, compiling, prompts, tokens. The first round is told apart, since it compiles.
@@ -108,7 +108,7 @@ def in_processes(options: argparse.Namespace) -> list[dict[str, float]]:
                     [
                         sys.executable,
                         "-m",
-                        "specjax.bench.calls",
+                        "benchmarks.calls",
                         *_own(options),
                         "--once",
                         contender,
@@ -151,7 +151,7 @@ def figures(rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m specjax.bench.calls")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.calls")
     parser.add_argument("--pair", choices=("embedded", "60M"), default="embedded")
     drafters = ("model", "ngram", "history")
     parser.add_argument("--drafter", choices=drafters, default="model")

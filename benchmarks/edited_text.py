@@ -1,12 +1,12 @@
 """Drafters on a text that is edited again and again: acceptance, and speed against plain decoding.
 
-    python -m specjax.bench.edited_text --k 0 4 8 16 32 63
-    python -m specjax.bench.edited_text --widen 300M --files 1 --drafters history n-gram --k 0 16 32
+    python -m benchmarks.edited_text --k 0 4 8 16 32 63
+    python -m benchmarks.edited_text --widen 300M --files 1 --drafters history n-gram --k 0 16 32
 
 A session is a part of a held-out file, and then the same part with one edit more in each answer: a
 name changed, a line added, an argument added, a line deleted, a comment changed. The target writes
 every version whole, as an assistant does that was asked for the edit. No embedded model follows
-such a request, so the text is forced (`specjax.bench.forced_text`): steps cost what the target's
+such a request, so the text is forced (`benchmarks.forced_text`): steps cost what the target's
 steps cost, and how much is accepted is that of a target that does what it was asked to.
 
 In a `dialogue` a request holds all that was said before, as a chat does. Requests that stand
@@ -24,10 +24,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import specjax
-from specjax.bench import edits, embedded, measuring
+from benchmarks import edits
+from benchmarks.drafters import Call, Contender, compare, contenders_of, table
+from benchmarks.forced_text import SCRIPT, forced, with_text
+from specjax.bench import embedded, measuring
 from specjax.bench.command import parameters_of
-from specjax.bench.drafters import Call, Contender, compare, contenders_of, table
-from specjax.bench.forced_text import SCRIPT, forced, with_text
 from specjax.bench.widen import widen
 from specjax.engine.request import AcceptanceCounts
 from specjax.models.base import Model
@@ -174,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m specjax.bench.edited_text")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.edited_text")
     parser.add_argument("--widen", type=parameters_of, metavar="N", help="as of specjax bench")
     names = ["history", "n-gram", "hybrid"]
     parser.add_argument("--drafters", nargs="*", default=names, metavar="NAME")

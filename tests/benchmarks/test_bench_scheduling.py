@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from specjax.bench import scheduling, scheduling_report
-from specjax.bench.replay import Oracle, Replay, Workload
+from benchmarks import scheduling, scheduling_report
+from benchmarks.replay import Oracle, Replay, Workload
 from specjax.policy.goodput import Goodput
 from specjax.policy.interface import Fixed
 
@@ -114,7 +114,7 @@ def test_batches_that_drain_take_what_each_takes(costs, monkeypatch):
 
 # The committed record
 
-BENCHMARKS = Path(__file__).parents[3] / "docs" / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks"
 RECORD = json.loads((BENCHMARKS / "scheduling.json").read_text())
 
 
@@ -128,7 +128,7 @@ def test_a_slice_of_the_committed_replays_comes_out_as_it_is_committed():
     """A load that stays, from its committed costs and with the K that they have.
 
     Where a change of the policy fails this, the whole is replayed and committed again:
-    python -m specjax.bench.scheduling --costs docs/benchmarks/scheduling.json --out docs/benchmarks
+    python -m benchmarks.scheduling --costs docs/benchmarks/scheduling.json --out docs/benchmarks
     """
     (wanted,) = [
         row
