@@ -26,10 +26,10 @@ from pallas_kernels.implementations import lowered_for
 from specjax.drafters import deferring
 from specjax.models.dflash import DFlashConfig
 from specjax.paged.work import ModelWork, model_work
-from specjax.planning.hlo_program import Program, parse
-from specjax.planning.kernel_bytes import KernelStep
 from specjax.planning.plan_request import PlanRequest
-from specjax.planning.program_traffic import (
+from tools.hlo_program import Program, parse
+from tools.kernel_bytes import KernelStep
+from tools.program_traffic import (
     Entry,
     OrdinaryStep,
     Traffic,

@@ -11,7 +11,6 @@ import html
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from drawing import Pen, write
 
@@ -34,25 +33,16 @@ GROUPS = {
 WIDTH, MARGIN, BOX_HEIGHT, ROW, GAP = 800, 20, 32, 68, 18
 
 
-def contract() -> dict[str, Any]:
-    """Returns the contract of the layers, as pyproject.toml has it."""
+def layers() -> list[list[str]]:
+    """Returns the rooms of each layer of the contract, the highest first, as full module names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = project["tool"]["importlinter"]["contracts"]
-    return next(each for each in contracts if each["type"] == "layers")
-
-
-def layers() -> list[list[str]]:
-    """Returns the rooms of each layer, the highest first, as full module names."""
-    rows = contract()["layers"]
+    rows = next(each for each in contracts if each["type"] == "layers")["layers"]
     return [[room.strip(" ()") for room in row.replace(":", "|").split("|")] for row in rows]
 
 
 def imports(rooms: Iterable[str]) -> set[tuple[str, str]]:
-    """Returns the pairs of rooms of which the first imports the second.
-
-    The single imports that the contract excepts are left out.
-    """
-    excepted = [tuple(pair.split(" -> ")) for pair in contract().get("ignore_imports", [])]
+    """Returns the pairs of rooms of which the first imports the second."""
     rooms = sorted(rooms, key=len, reverse=True)
     found = set()
     for package in PACKAGES:
@@ -61,10 +51,7 @@ def imports(rooms: Iterable[str]) -> set[tuple[str, str]]:
             room = _room(module, rooms)
             for name in _imported(path, module):
                 other = _room(name, rooms)
-                is_excepted = any(
-                    module == a and f"{name}.".startswith(f"{b}.") for a, b in excepted
-                )
-                if room and other and room != other and not is_excepted:
+                if room and other and room != other:
                     found.add((room, other))
     return found
 

@@ -1,6 +1,6 @@
 """Block sizes of the TPU kernel: measured on a device, or a default.
 
-`python -m pallas_kernels.tree_attention.bench --tune` measures and writes the table,
+`python -m tools.attention_speed --tune` measures and writes the table,
 block_sizes.json: a list of documents like `Entry`. Results differ by the order of sums alone.
 """
 

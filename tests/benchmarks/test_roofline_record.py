@@ -33,9 +33,9 @@ from benchmarks.roofline_measure import (
     minimum_bytes,
 )
 from specjax.planning.devices import Device
-from specjax.planning.hlo_program import parse
 from specjax.planning.plan_request import PlanRequest
-from specjax.planning.program_traffic import Entry, Traffic
+from tools.hlo_program import parse
+from tools.program_traffic import Entry, Traffic
 
 ROOT = Path(__file__).parents[2]
 RECORD = json.loads((ROOT / roofline.RECORD).read_text())

@@ -41,10 +41,8 @@ FORBIDDEN = {
 KERNELS = ("jax", "numpy", "ml_dtypes", "pallas_kernels")
 ALLOWED = {
     "pallas_kernels": KERNELS,
-    "pallas_kernels.tree_attention.bench": (
-        *KERNELS,
-        "specjax.configs.devices",  # peaks of devices, where it is installed
-    ),
+    "tools.check_kernels": KERNELS,  # runs where nothing but jax is installed
+    "tools.kernel_bundles": (*KERNELS, "tools.check_kernels"),
 }
 # Other people's packages that only the edge and training may need.
 OPTIONAL = (

@@ -13,9 +13,9 @@ import numpy as np
 from pallas_kernels import layout
 from pallas_kernels.implementations import in_a_loop, target_platform
 from pallas_kernels.names import IMPLEMENTATIONS, PLATFORMS
-from pallas_kernels.tree_attention import bench
 from pallas_kernels.write_kv import write_kv
 from specjax.api.self_tests import trusted_kernels
+from specjax.bench.device_report.attention_speed import Shape, measure, seconds_of
 from specjax.bench.device_report.cases import Case, Context, LeftOut
 from specjax.bench.device_report.sizes import Heads, ReportSize, counted
 from specjax.config.engine import EngineConfig
@@ -51,9 +51,9 @@ def shape_name(heads: Heads, rows: int, tokens: int, nodes: int) -> str:
     return f"{heads.name}, {rows} x {tokens} tokens, nodes per row {nodes}"
 
 
-def shape_of(context: Context, heads: Heads, rows: int, tokens: int, nodes: int) -> bench.Shape:
+def shape_of(context: Context, heads: Heads, rows: int, tokens: int, nodes: int) -> Shape:
     """Returns the shape of a step with the dtype that weights have on the device."""
-    return bench.Shape(
+    return Shape(
         rows=rows,
         context=tokens,
         nodes=nodes,
@@ -83,7 +83,7 @@ def time_attention(
     check_trusted(context, implementation)
     shape = shape_of(context, heads, rows, tokens, nodes)
     try:
-        result = bench.measure(shape, implementation, context.copy_bytes_per_s)
+        result = measure(shape, implementation, context.copy_bytes_per_s)
     except NotImplementedError as error:
         raise LeftOut(f"not covered: {error}") from error
     return _figures(context, implementation, result.seconds, shape.moved_bytes, shape.dtype)
@@ -111,7 +111,7 @@ def time_writing(implementation: str, heads: Heads, rows: int, context: Context)
             return write_kv(*pages, held[0][0], held[0][1], held[1], implementation=implementation)
 
     try:
-        took = bench.seconds_of({implementation: write}, pages, (new, slots))
+        took = seconds_of({implementation: write}, pages, (new, slots))
     except NotImplementedError as error:
         raise LeftOut(f"not covered: {error}") from error
     return _figures(context, implementation, took[implementation], 2 * new.nbytes, dtype.name)

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.tree_attention import bench
 from specjax.bench import measuring
+from specjax.bench.device_report.attention_speed import copy_bytes_per_s
 from specjax.bench.device_report.cases import Case, Context
 from specjax.bench.device_report.peaks import published_peaks
 from specjax.bench.device_report.sizes import ReportSize
@@ -28,7 +28,7 @@ def measure_speed(context: Context) -> dict[str, Any]:
     """Returns bytes per second of a copy, of reading (on a CPU), and operations per second."""
     published = published_peaks(context.device)
     return {
-        "copy_bytes_per_s": bench.copy_bytes_per_s(context.size.copied_bytes),
+        "copy_bytes_per_s": copy_bytes_per_s(context.size.copied_bytes),
         "read_bytes_per_s": _read_bytes_per_s(context) if context.is_cpu else None,
         "flops_per_s": _flops_per_s(context.size.product_size, max(context.size.rounds, 3)),
         "product_dtype": default_dtype().name,

@@ -6,7 +6,8 @@ import functools
 import itertools
 from typing import Any
 
-from pallas_kernels.tree_attention import bench, block_sizes
+from pallas_kernels.tree_attention import block_sizes
+from specjax.bench.device_report.attention_speed import entry_of, measure
 from specjax.bench.device_report.cases import Case, Context, LeftOut
 from specjax.bench.device_report.kernel_times import shape_name, shape_of
 from specjax.bench.device_report.sizes import Heads, ReportSize
@@ -34,8 +35,8 @@ def _leave_out(platform: str, context: Context) -> dict[str, Any]:
 def tune(heads: Heads, rows: int, tokens: int, nodes: int, context: Context) -> dict[str, Any]:
     """Returns the fastest block sizes of a shape, which are added to `FILE` in the folder."""
     shape = shape_of(context, heads, rows, tokens, nodes)
-    result = bench.measure(shape, "mosaic_tpu", context.copy_bytes_per_s, tunes=True)
-    block_sizes.write([bench.entry_of(result, context.device.device_kind)], context.out / FILE)
+    result = measure(shape, "mosaic_tpu", context.copy_bytes_per_s, tunes=True)
+    block_sizes.write([entry_of(result, context.device.device_kind)], context.out / FILE)
     assert result.sizes is not None
     return {
         "queries": result.sizes.queries,

@@ -1,6 +1,6 @@
 """Bounds the speed of the TPU kernel by its machine code, without a TPU.
 
-    python -m pallas_kernels.tree_attention.bundles --tpu v5e:2x2 v6e:2x2 --chips 1 4
+    python -m tools.kernel_bundles --tpu v5e:2x2 v6e:2x2 --chips 1 4
 
 compiles the kernel ahead of time, has libtpu write its final code, counts the instruction words
 (bundles) of the loops over tiles, and prints at most how many bytes of pages per second that code
@@ -36,7 +36,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.check import NO_TPU
+from tools.check_kernels import NO_TPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,7 +325,7 @@ def bounds(shapes: Sequence[Shape], jobs: int = 1) -> Iterator[Bound]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tree_attention.bundles")
+    parser = argparse.ArgumentParser(prog="python -m tools.kernel_bundles")
     parser.add_argument("--tpu", nargs="+", default=["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
     parser.add_argument("--chips", type=int, nargs="+", default=[1, 4], help="that share heads")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 5, 8, 16])

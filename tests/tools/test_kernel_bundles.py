@@ -2,10 +2,10 @@
 
 import pytest
 
-from pallas_kernels.tree_attention import bundles
-from pallas_kernels.tree_attention.bundles import CHIPS, Loop, Shape, loops_over_tiles, read_bundles
 from pallas_kernels.tree_attention.mosaic_tpu import Tiling
 from specjax.configs.devices import DEVICES
+from tools import kernel_bundles as bundles
+from tools.kernel_bundles import CHIPS, Loop, Shape, loops_over_tiles, read_bundles
 
 # A grid step of 14 bundles: 2 around, a loop that only copies, a loop over whole tiles with a loop
 # of three bundles within, and a loop with masks. Empty bundles, and those with instructions from

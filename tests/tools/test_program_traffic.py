@@ -2,8 +2,8 @@
 
 import pytest
 
-from specjax.planning.hlo_program import parse
-from specjax.planning.program_traffic import Moved, OrdinaryStep, Traffic, step_traffic
+from tools.hlo_program import parse
+from tools.program_traffic import Moved, OrdinaryStep, Traffic, step_traffic
 
 FRAME = r"""
 %less (c: (s32[], f32[100], f32[10,100], f32[100])) -> pred[] {{

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specjax.planning.hlo_program import ArrayShape, Computation, Instruction, Program
+from tools.hlo_program import ArrayShape, Computation, Instruction, Program
 
 # Nothing runs for these, or nothing moves.
 FREE = frozenset(

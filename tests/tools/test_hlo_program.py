@@ -2,7 +2,7 @@
 
 import pytest
 
-from specjax.planning.hlo_program import ArrayShape, array_shapes, parse
+from tools.hlo_program import ArrayShape, array_shapes, parse
 
 TEXT = r"""HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from specjax.planning.hlo_program import parse
-from specjax.planning.kernel_bytes import KernelStep
-from specjax.planning.program_traffic import Kernel
+from tools.hlo_program import parse
+from tools.kernel_bytes import KernelStep
+from tools.program_traffic import Kernel
 
 PAGES = "bf16[64,2,32,128]{3,2,1,0:T(8,128)(2,1)}"
 TOKEN = 2 * 2 * 128 * 2  # bytes of a token's keys and values

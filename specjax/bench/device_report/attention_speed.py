@@ -1,25 +1,19 @@
-"""Measures the share of a device's bandwidth that attention over pages reaches.
+"""The share of a device's bandwidth that attention over pages reaches.
 
-    python -m pallas_kernels.tree_attention.bench --rows 1 8 --context 2048 --nodes 1 8
-
-prints, per shape, the time of a call, the bytes that it must move (the pages that rows have in
-use, once, and queries and results), the bandwidth that makes, and its part of what a copy of
-a large array reaches in the same run and of the device's published peak, where that is known.
-With `--tune`, on a TPU, the block sizes of each shape are chosen by time, and written to
-block_sizes.json. Pages that fit in a cache of the device are read faster than a copy.
+Of each shape: the time of a call, the bytes that it must move (the pages that rows have in use,
+once, and queries and results), the bandwidth that makes, and its part of what a copy of a large
+array reaches in the same run and of the device's published peak, where that is known. On a TPU the
+fastest block sizes can be looked for. Pages that fit in a cache of the device are read faster than
+a copy. `python -m tools.attention_speed` measures shapes of one's own.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import itertools
-import json
 import statistics
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -33,6 +27,7 @@ from pallas_kernels.tree_attention import block_sizes, tree_attention
 from pallas_kernels.tree_attention.block_sizes import BlockSizes
 from pallas_kernels.tree_attention.example_inputs import pack_ancestors
 from pallas_kernels.tree_attention.mosaic_tpu import tree_attention_mosaic_tpu
+from specjax.bench.device_report.peaks import published_peaks
 
 COPIED_BYTES = 256 << 20
 LEAST_S = 0.02  # that a timed program takes: many calls in one
@@ -180,27 +175,16 @@ def measure(shape: Shape, implementation: str, copied: float, *, tunes: bool = F
     took = seconds_of(contenders, q, arrays)
     sizes = min(took, key=took.__getitem__)
     speed = shape.moved_bytes / took[sizes]
-    peak = _peak_bytes_per_s()
+    peaks = published_peaks(jax.devices()[0])
     return Result(
         shape,
         implementation,
         took[sizes],
         speed,
         speed / copied,
-        None if peak is None else speed / peak,
+        None if peaks is None else speed / peaks.bytes_per_s,
         sizes,
     )
-
-
-def _peak_bytes_per_s() -> float | None:
-    """Returns the published peak of the device; None where it is unknown."""
-    try:
-        # Kernels stand without specjax: then the share of the peak is left out.
-        from specjax.configs.devices import of_kind
-    except ImportError:
-        return None
-    figures = of_kind(jax.devices()[0].device_kind)
-    return None if figures is None else figures.per_device().bytes_per_s
 
 
 def _kernel(
@@ -230,51 +214,6 @@ def _fitting(shape: Shape, attend: Callable, q: jax.Array, arrays: dict) -> list
     return list(fitting.values())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tree_attention.bench")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--context", type=int, nargs="+", default=[2048])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--implementation", help="default: mosaic_tpu on a TPU, else xla")
-    parser.add_argument("--tune", action="store_true", help="choose and write block sizes")
-    parser.add_argument("--json", action="store_true", help="a list of documents")
-    options = parser.parse_args(argv)
-    is_tpu = target_platform() == "tpu"
-    if options.tune and not is_tpu:
-        parser.error(f"--tune needs a TPU, and this is {target_platform()}.")
-    implementation = options.implementation or ("mosaic_tpu" if is_tpu else "xla")
-    copied = copy_bytes_per_s()
-    kind = jax.devices()[0].device_kind
-    if not options.json:
-        print(f"{kind}, jax {jax.__version__}, {implementation}; a copy: {copied / 1e9:.1f} GB/s")
-    results = []
-    for rows, context, nodes in itertools.product(options.rows, options.context, options.nodes):
-        shape = Shape(
-            rows=rows,
-            context=context,
-            nodes=nodes,
-            heads=options.heads,
-            kv_heads=options.kv_heads,
-            head_dim=options.head_dim,
-            page_size=options.page_size,
-            dtype=options.dtype,
-        )
-        result = measure(shape, implementation, copied, tunes=options.tune)
-        results.append(result)
-        if not options.json:
-            print(_line(result), flush=True)
-    if options.json:
-        print(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
-    if options.tune:
-        block_sizes.write([entry_of(result, kind) for result in results])
-    return 0
-
-
 def entry_of(result: Result, kind: str) -> block_sizes.Entry:
     """Returns the entry of block_sizes.json that a tuned result makes on a kind of device."""
     shape = result.shape
@@ -284,18 +223,3 @@ def entry_of(result: Result, kind: str) -> block_sizes.Entry:
     return block_sizes.Entry(
         kind, lines[3], group, shape.nodes, shape.rows, shape.context, result.sizes
     )
-
-
-def _line(result: Result) -> str:
-    shape, sizes = result.shape, result.sizes
-    peak = "" if result.of_peak is None else f", {result.of_peak:.0%} of the peak"
-    chosen = "" if sizes is None else f"; {sizes.queries} queries, {sizes.tile_tokens} keys"
-    return (
-        f"{shape.rows:4} rows, {shape.context:6} tokens, {shape.nodes:3} nodes: "
-        f"{1e6 * result.seconds:10.1f} us, {shape.moved_bytes / 1e6:8.2f} MB, "
-        f"{result.bytes_per_s / 1e9:7.1f} GB/s, {result.of_copy:.0%} of a copy{peak}{chosen}"
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from specjax.planning.hlo_program import ArrayShape
-from specjax.planning.program_traffic import Kernel, Moved
+from tools.hlo_program import ArrayShape
+from tools.program_traffic import Kernel, Moved
 
 _TILE_BYTES = 32  # of a column of a tile in memory: 16 sublanes of bfloat16
 _LAYER = re.compile(r"cache\.pages\[(\d+)\]")

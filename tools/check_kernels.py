@@ -1,11 +1,11 @@
 """Checks that every kernel compiles for a TPU and for a GPU, without such a device.
 
-    python -m pallas_kernels.check --tpu v5e:2x2 v6e:2x2
+    python -m tools.check_kernels --tpu v5e:2x2 v6e:2x2
 
 compiles every op ahead of time for the shapes of some models, on one chip and split over
 four, and prints the memory of each. It needs libtpu: pip install "jax[tpu]".
 
-    python -m pallas_kernels.check --gpu h100
+    python -m tools.check_kernels --gpu h100
 
 compiles attention for a GPU. Of the kernel for Hopper it prints the report of ptxas: registers,
 and bytes of spilled registers; it fails where wgmma is serialized. Of XLA's attention, which runs
@@ -484,7 +484,7 @@ def launches_of_a_turn(text: str) -> int | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.check")
+    parser = argparse.ArgumentParser(prog="python -m tools.check_kernels")
     parser.add_argument("--tpu", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--gpu", nargs="+", default=[], choices=TARGETS)
     parser.add_argument(
