@@ -3,7 +3,8 @@
     pip install ".[notebooks]" && python colab/run.py             # all, in place
     python colab/run.py --out FOLDER quickstart                   # one, elsewhere
 
-A kernel works in an empty folder and compiles anew: nothing of earlier runs is shown.
+A kernel works in an empty folder and compiles anew: nothing of earlier runs is shown. It finds the
+programs of examples/.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ def run(name: str, out: Path) -> float:
     """
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     with tempfile.TemporaryDirectory() as scratch:
-        cache = {"SPECJAX_CACHE_DIR": str(Path(scratch, "cache"))}
+        paths = [str(FOLDER.parent / "examples"), os.environ.get("PYTHONPATH")]
+        settings = {
+            "SPECJAX_CACHE_DIR": str(Path(scratch, "cache")),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
         work = Path(scratch, "work")
         work.mkdir()
         client = nbclient.NotebookClient(
@@ -46,7 +51,7 @@ def run(name: str, out: Path) -> float:
             coalesce_streams=True,
         )
         begun_at = time.perf_counter()
-        client.execute(env=os.environ | cache)
+        client.execute(env=os.environ | settings)
         seconds = time.perf_counter() - begun_at
     notebook.metadata = nbformat.from_dict(STORED_METADATA)
     nbformat.write(notebook, out / f"{name}.ipynb")

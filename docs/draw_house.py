@@ -22,7 +22,7 @@ GROUPS = {
     "not installed": ("#8d6e63", {"benchmarks", "tools"}),
     "what you call": (
         "#5c6bc0",
-        {"examples", "bench", "__main__", "cli", "integrations", "api", "rl", "training"},
+        {"bench", "__main__", "cli", "integrations", "api", "rl", "training"},
     ),
     "on the host": ("#00897b", {"engine", "policy", "planning"}),
     "on the device": ("#ef6c00", {"decode", "drafters", "paged", "sampling", "trees", "sharding"}),

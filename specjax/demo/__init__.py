@@ -1,7 +1,7 @@
 """The embedded default pair: a small trained target, its draft model, how they came to be.
 
 Both folders are in Hugging Face format and load like any other checkpoint.
-`python -m specjax.demo.train` makes them again from the standard library's source.
+`python -m benchmarks.demo.train` makes them again from the standard library's source.
 """
 
 from pathlib import Path

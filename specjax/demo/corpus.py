@@ -1,33 +1,23 @@
-"""The text: the standard library's own source, as found beside any Python.
+"""The text of the embedded models: the standard library's own source, as beside any Python.
 
 The text is under the PSF-2.0 licence. Tables of code points, the reference manual as
 one string and files written by the build are left out; a file of the library is
-held out whole when a hash of its path says so. Tests are a text of their own, which the
-target reads too.
+held out whole when a hash of its path says so.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import platform
 import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from specjax.demo.pair import END_OF_TEXT, END_OF_TEXT_ID, VOCAB_SIZE
-
 HELD_OUT_PERCENT = 3
-MOST_CHARACTERS_OF_A_TEST = 400_000  # larger ones are tables
 _SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages", "__pycache__"),
     *("encodings", "pydoc_data", "__phello__"),
 }
 _TEST_FOLDERS = {"test", "tests", "idle_test"}
-_SKIPPED_TESTS = ("test/encoded", "lib2to3/tests/data")
 
 
 class SourceFile(NamedTuple):
@@ -49,25 +39,15 @@ def is_held_out(path: str) -> bool:
 def source_files(root: Path | None = None) -> list[SourceFile]:
     """Returns the library's readable source files in order of their paths, without tests."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    return _read(root, [path for path in root.rglob("*.py") if not _is_test(root, path)])
+    return read_files(root, [path for path in root.rglob("*.py") if not is_test(root, path)])
 
 
-def files_of_tests(root: Path | None = None) -> list[SourceFile]:
-    """Returns the library's tests in order of their paths."""
-    root = root or Path(sysconfig.get_paths()["stdlib"])
-    files = _read(root, [path for path in root.rglob("*.py") if _is_test(root, path)])
-    return [
-        file
-        for file in files
-        if not file.path.startswith(_SKIPPED_TESTS) and len(file.text) < MOST_CHARACTERS_OF_A_TEST
-    ]
-
-
-def _is_test(root: Path, path: Path) -> bool:
+def is_test(root: Path, path: Path) -> bool:
+    """Returns whether a file below a library's folder is one of its tests."""
     return bool(_TEST_FOLDERS & set(path.relative_to(root).parts))
 
 
-def _read(root: Path, paths: list[Path]) -> list[SourceFile]:
+def read_files(root: Path, paths: list[Path]) -> list[SourceFile]:
     """Returns what is text among files, in order of their paths."""
     files = []
     for path in paths:
@@ -87,83 +67,3 @@ def _read(root: Path, paths: list[Path]) -> list[SourceFile]:
             sha256 = hashlib.sha256(data).hexdigest()
             files.append(SourceFile(relative.as_posix(), text, sha256))
     return sorted(files)
-
-
-def manifest(files: list[SourceFile], tests: list[SourceFile]) -> dict:
-    """Returns what was read, so that another machine can tell whether it reads the same.
-
-    Args:
-      files: of the library, those that are held out among them.
-      tests: that were read.
-    """
-    return {
-        "source": "the Python standard library",
-        "licence": "PSF-2.0",
-        "python_version": platform.python_version(),
-        "held_out_percent": HELD_OUT_PERCENT,
-        "held_out": [file.path for file in files if file.is_held_out],
-        "sha256": {file.path: file.sha256 for file in files},
-        "num_tests": len(tests),
-        "sha256_of_tests": _digest(tests),
-    }
-
-
-def _digest(files: list[SourceFile]) -> str:
-    """Returns one sha256 of the paths and contents of files."""
-    lines = "".join(f"{file.sha256}  {file.path}\n" for file in files)
-    return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def train_tokenizer(files: list[SourceFile]) -> Tokenizer:
-    """Returns a byte-level BPE of the files that are not held out."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    texts = (file.text for file in files if not file.is_held_out)
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def encode(files: list[SourceFile], tokenizer: Tokenizer) -> np.ndarray:
-    """Returns i32[num_tokens]: every file, each preceded by the end of the one before."""
-    parts = []
-    for encoding in tokenizer.encode_batch_fast([file.text for file in files]):
-        parts.append(np.asarray([END_OF_TEXT_ID, *encoding.ids], np.int32))
-    return np.concatenate([*parts, np.asarray([END_OF_TEXT_ID], np.int32)])
-
-
-def windows(token_ids: np.ndarray, step: int, rows: int, length: int, seed: int = 0) -> np.ndarray:
-    """Returns the batch i32[rows, length + 1] of a step.
-
-    An epoch visits every window once, in an order and from an offset of its own; the
-    last token of a window is only predicted. The same step gives the same batch, so
-    a resumed run continues where it stopped.
-    """
-    num_windows = (len(token_ids) - length - 1) // length
-    epoch, index = divmod(step, num_windows // rows)
-    rng = np.random.default_rng([seed, length, epoch])
-    offset = rng.integers(length)
-    chosen = rng.permutation(num_windows)[index * rows : (index + 1) * rows]
-    starts = chosen * length + offset
-    return token_ids[starts[:, None] + np.arange(length + 1)]
-
-
-def main() -> None:
-    """Writes the library's files as they are split, for `specjax train --data --held-out`."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("folder", type=Path, help="gets the folders library and held_out")
-    folder = parser.parse_args().folder
-    for file in source_files():
-        path = folder / ("held_out" if file.is_held_out else "library") / file.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(file.text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

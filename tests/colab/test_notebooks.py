@@ -1,6 +1,7 @@
 """The notebooks of colab/: what is stored in them, their install cell, and that they run."""
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ NOTEBOOKS = sorted(COLAB.glob("*.ipynb"))
 NAMES = [path.stem for path in NOTEBOOKS]
 INSTALL_CELL = (COLAB / "install_cell.py").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXAMPLES = {path.stem for path in (ROOT / "examples").glob("*.py")}
 OLD_JAX = "0.10.2"
 # What is part of the package, to build it from beside the working tree.
 SOURCES = ("specjax", "pallas_kernels", "pyproject.toml", "README.md")
@@ -79,9 +81,12 @@ def test_run_knows_all():
 
 
 @every_notebook
-def test_what_it_imports_of_specjax_is_there(path):
+def test_what_it_imports_of_this_repository_is_there(path):
     for cell in code_cells(path):
         for node in ast.walk(ast.parse(source(cell))):
+            if isinstance(node, ast.Import):
+                for name in {alias.name for alias in node.names} & EXAMPLES:
+                    importlib.import_module(name)
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("specjax"):
                 names = ", ".join(alias.name for alias in node.names)
                 exec(f"from {node.module} import {names}", {})

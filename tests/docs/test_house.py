@@ -27,7 +27,9 @@ def test_arrows_go_down_and_none_follows_from_others():
 
 def test_the_map_names_every_room_and_only_files_that_are_there():
     named = set(
-        re.findall(r"`((?:specjax|pallas_kernels|configs|benchmarks|tools)/[\w/.]*)`", PAGE)
+        re.findall(
+            r"`((?:specjax|pallas_kernels|configs|benchmarks|examples|tools)/[\w/.]*)`", PAGE
+        )
     )
     for room in (ROOT / "specjax").iterdir():
         if (room / "__init__.py").exists():

@@ -27,7 +27,6 @@ MAY_IMPORT_SPECJAX = (
     "specjax.__main__",
     "specjax.bench",
     "specjax.cli",
-    "specjax.examples",
     "specjax.integrations",
 )
 # What a package may not import, by the same rule of names.
@@ -61,7 +60,6 @@ MAY_NEED_OPTIONAL = (
     "specjax.training.run_store",
     "specjax.demo",
     "specjax.bench",
-    "specjax.examples",
 )
 # Inside try.
 GUARDED = {

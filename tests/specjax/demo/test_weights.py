@@ -5,9 +5,9 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
+from benchmarks.demo.checkpoint_files import from_tensors, read_safetensors
+from benchmarks.demo.pair import DRAFT, END_OF_TEXT, END_OF_TEXT_ID, TARGET
 from specjax.demo import DRAFT_FOLDER, TARGET_FOLDER, WEIGHTS_FOLDER, corpus
-from specjax.demo.checkpoint_files import from_tensors, read_safetensors
-from specjax.demo.pair import DRAFT, END_OF_TEXT, END_OF_TEXT_ID, TARGET
 
 FILES = (
     "config.json",

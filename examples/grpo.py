@@ -1,6 +1,6 @@
 """GRPO on one page: rollouts by specjax, the policy a flax nnx module, the update by optax.
 
-    python -m specjax.examples.grpo --drafters none draft draft+adapt --plot reward.png
+    python examples/grpo.py --drafters none draft draft+adapt --plot reward.png
 
 The policy learns running sums by demonstrations that slip, and then, by its own samples, to
 slip less. The samples are the same whatever drafts them: so are rewards and weights. A drafter
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,14 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import running_sums
 from flax import nnx
 from jax import Array
 
 import specjax
 from specjax import optimizers
-from specjax.demo import learning
 from specjax.drafters.head_specs import EagleDrafter
-from specjax.examples import running_sums
 from specjax.models import llama
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.dense import sequence_logits
@@ -105,7 +105,13 @@ def pretrained(
     vocab_sizes = frozenset([config.vocab_size])
     optimiser = optimizers.muon(0.02, num_steps, num_steps // 10, num_steps // 2, vocab_sizes)
     opt_state = optimiser.init(params)
-    loss = lambda params, batch: demonstrated_loss(params, config, batch)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(demonstrated_loss)(params, config, batch)
+        updates, opt_state = optimiser.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
     rng = np.random.default_rng(seed)
     for _ in range(num_steps):
         token_ids, is_answer = np.zeros((2, batch_size, PROMPT_WIDTH + MAX_TOKENS), np.int32)
@@ -114,9 +120,7 @@ def pretrained(
             text = [*prompt, *answer]
             token_ids[row, : len(text)] = text
             is_answer[row, len(prompt) : len(text)] = 1
-        params, opt_state, _ = learning.update(
-            loss, optimiser, params, opt_state, (token_ids, is_answer)
-        )
+        params, opt_state, _ = update(params, opt_state, (token_ids, is_answer))
     return params
 
 
@@ -343,7 +347,7 @@ def difference(one: Run, other: Run) -> dict[str, int]:
 
 def main(argv: list[str] | None = None) -> None:
     """Trains with every drafter that is asked for, and holds the runs against the first."""
-    parser = argparse.ArgumentParser(prog="python -m specjax.examples.grpo")
+    parser = argparse.ArgumentParser(prog="python examples/grpo.py")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument(
         "--drafters", nargs="+", default=["none", "history+draft"], choices=DRAFTERS

@@ -1,4 +1,4 @@
-"""How good the pair is: `python -m specjax.demo.evaluate`.
+"""How good the pair is: `python -m benchmarks.demo.evaluate`.
 
 Prints the loss on held-out files and the mean acceptance length of chains of K
 drafted tokens behind prompts from those files, measured on the exported weights.
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from specjax.demo import WEIGHTS_FOLDER, corpus, learning, pair
-from specjax.demo.checkpoint_files import from_tensors, read_safetensors
-from specjax.demo.continuing import choose_prompts, continue_prompts
+from benchmarks.demo import corpus, learning, pair
+from benchmarks.demo.checkpoint_files import from_tensors, read_safetensors
+from benchmarks.demo.continuing import choose_prompts, continue_prompts
+from specjax.demo import WEIGHTS_FOLDER
 from specjax.models.base import ModelConfig, Params
 from specjax.models.dense import sequence_logits
 

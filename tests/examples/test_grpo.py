@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import grpo
+import grpo_replay as replay
 import numpy as np
 import pytest
-
-from specjax.examples import grpo, replay, running_sums
-from specjax.examples.running_sums import BASE, END, MOST_DIGITS, Problem
+import running_sums
+from running_sums import BASE, END, MOST_DIGITS, Problem
 
 
 def test_a_problem_by_hand():

@@ -11,10 +11,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import specjax
+from benchmarks.demo import checkpoint_files, corpus, evaluate, learning
+from benchmarks.demo.continuing import continue_prompts
+from benchmarks.demo.pair import DRAFT, TARGET
 from specjax import optimizers
-from specjax.demo import checkpoint_files, corpus, evaluate, learning
-from specjax.demo.continuing import continue_prompts
-from specjax.demo.pair import DRAFT, TARGET
+from specjax.demo.corpus import is_held_out
 from specjax.models import llama
 from specjax.models.dense import sequence_logits
 
@@ -40,8 +41,8 @@ def test_split_is_deterministic_and_disjoint():
     assert files == sorted(files)
     assert not held_out & training
     assert 0.01 < len(held_out) / len(files) < 0.06
-    assert corpus.is_held_out("turtle.py")  # fixed by the path, on any machine
-    assert not corpus.is_held_out("textwrap.py")
+    assert is_held_out("turtle.py")  # fixed by the path, on any machine
+    assert not is_held_out("textwrap.py")
 
 
 def test_nothing_of_this_machine_is_read():

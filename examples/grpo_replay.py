@@ -1,6 +1,6 @@
 """What drafts bring to rollouts of a policy that decoding waits for memory of.
 
-    python -m specjax.examples.replay --json replay.json
+    python examples/grpo_replay.py --json replay.json
 
 A small policy is trained by GRPO; at some of its checkpoints its rollouts are run again on the
 same function widened to a few hundred million parameters (`specjax.bench.widen`), plain and
@@ -16,13 +16,13 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import grpo
 import jax
 import numpy as np
 
 import specjax
 from specjax.bench import measuring
 from specjax.bench.widen import widen
-from specjax.examples import grpo
 from specjax.models.base import Model, Params
 
 PARTS = {"whole": None, "tail of 4 rows": 4, "tail of 2 rows": 2}  # most rows of each
@@ -206,7 +206,7 @@ def speedups(replays: Sequence[Replay]) -> dict[str, dict[str, float]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m specjax.examples.replay")
+    parser = argparse.ArgumentParser(prog="python examples/grpo_replay.py")
     parser.add_argument("--parameters", type=float, default=3e8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", metavar="FILE", help="where the figures are written")

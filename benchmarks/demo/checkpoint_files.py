@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 from tokenizers import Tokenizer
 
-from specjax.demo.pair import END_OF_TEXT, END_OF_TEXT_ID
+from benchmarks.demo.pair import END_OF_TEXT, END_OF_TEXT_ID
 from specjax.models import int8_config, int8_writing, unparsing
 from specjax.models.base import ModelConfig, Params
 from specjax.models.weight_files import open_weights

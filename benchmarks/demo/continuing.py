@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array
 from tokenizers import Tokenizer
 
+from benchmarks.demo.pair import END_OF_TEXT_ID
 from specjax.demo.corpus import SourceFile
-from specjax.demo.pair import END_OF_TEXT_ID
 from specjax.models import llama
 from specjax.models.base import ModelConfig, Params
 

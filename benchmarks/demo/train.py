@@ -1,4 +1,4 @@
-"""Trains the embedded pair: `python -m specjax.demo.train --work-folder /tmp/pair`.
+"""Trains the embedded pair: `python -m benchmarks.demo.train --work-folder /tmp/pair`.
 
 The target learns the standard library's source and its tests; the draft learns the
 library, then from the target, and last from it along longer texts. A run that was stopped continues
@@ -26,10 +26,11 @@ import orbax.checkpoint as ocp
 from jax import Array
 from tqdm import tqdm
 
+from benchmarks.demo import corpus, learning, pair
+from benchmarks.demo.checkpoint_files import save_model
+from benchmarks.demo.continuing import continue_prompts
 from specjax import optimizers
-from specjax.demo import WEIGHTS_FOLDER, corpus, learning, pair
-from specjax.demo.checkpoint_files import save_model
-from specjax.demo.continuing import continue_prompts
+from specjax.demo import WEIGHTS_FOLDER
 from specjax.models import llama
 from specjax.models.base import Params
 

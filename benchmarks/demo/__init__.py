@@ -1,0 +1,1 @@
+"""How the embedded pair of models was trained, and how good it is."""
