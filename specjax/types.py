@@ -171,9 +171,6 @@ class BurstPlan:
     row_ids: HostArray | None = None
 
 
-Plan = BurstPlan  # the name of BurstPlan until 0.1
-
-
 class DecoderParams(NamedTuple):
     """Weights of target and drafter: an argument of every call, never donated."""
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from best_first import best_first
 
 from pallas_kernels.ngram_match import ngram_match
 from specjax.api.engine import Engine
@@ -25,7 +26,6 @@ from specjax.sampling.seeded_noise import gumbel_noise
 from specjax.testing import save_model
 from specjax.testing.tiny_models import random_model as random_model
 from specjax.testing.tiny_models import tiny_config
-from specjax.trees.best_first import best_first
 from specjax.trees.static_shapes import TreeShape
 from specjax.types import Proposal
 

@@ -109,6 +109,12 @@ def _heron_weights(config: ModelConfig) -> dict:
     }
 
 
+def norm_across_heads(x, weight, eps, tensor_axis=None):
+    """Norms queries or keys [..., own heads, head_dim] by the squares of all shards' heads."""
+    flat = x.reshape(*x.shape[:-2], -1)
+    return rms_norm(flat, weight, eps, tensor_axis=tensor_axis).reshape(x.shape)
+
+
 def _heron_forward(
     params,
     config,
@@ -123,9 +129,7 @@ def _heron_forward(
 ):
     tapped = blocks.Taps(taps, config.num_layers)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
-    head_norm = functools.partial(
-        blocks.rms_norm_across_heads, eps=config.norm_eps, tensor_axis=tensor_axis
-    )
+    head_norm = functools.partial(norm_across_heads, eps=config.norm_eps, tensor_axis=tensor_axis)
     x = embed_tokens(params, config, token_ids, tensor_axis)
     tables = blocks.rotary_tables(config, positions)
     new_caches = []

@@ -345,17 +345,6 @@ class DrafterSpec:
         count = num_weights if len(self.configs) == 1 else None
         return tuple(model_work(config, dtype, self.num_shards, count) for config in self.configs)
 
-    def absorb_work(self, target: ModelConfig, dtype: Any) -> ModelWork | None:
-        """Returns the work of a pass of `Drafter.absorb`, for what it costs beside K = 0.
-
-        Plans and the first choices of K leave it out. None: it costs next to nothing.
-
-        Args:
-          dtype: of its weights.
-        """
-        del target, dtype
-        return None
-
 
 def no_tree_message(name: str) -> str:
     """Returns the error message for tree settings on a drafter that is not a draft model."""

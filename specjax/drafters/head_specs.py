@@ -21,7 +21,7 @@ from specjax.drafters.base import (
     check_no_masks,
 )
 from specjax.drafters.spec import Shaped, asked_for, beside_history
-from specjax.models import dflash, medusa, mlp_speculator, weights
+from specjax.models import dflash, medusa, mlp_speculator
 from specjax.models.base import ModelConfig
 from specjax.models.dflash import DFlashConfig
 from specjax.models.eagle import EagleConfig
@@ -112,25 +112,6 @@ class _Storing(_OverTarget):
         """Returns what a config says of stored features, or its own."""
         return self.store_features if config.store_features is None else config.store_features
 
-    def _absorb_work(self, read: Any, num_whole_layers: int, dtype: Any) -> ModelWork:
-        """Returns the work of absorbing.
-
-        Its hidden states are written and read twice: as they wait for others of the same window,
-        and when the window is gathered by row.
-
-        Args:
-          read: the weights of what is run, in any tree.
-          num_whole_layers: layers that run with their attention.
-        """
-        config = self.config
-        numbers = 4 * sum(deferring.stored_widths(config, CAPTURED))
-        numbers += sum(deferring.stored_widths(config, self.stores))
-        if not self.defers:
-            numbers += kv_cache.numbers_per_token(config.layers)
-        own = dataclasses.replace(config.layers, num_layers=num_whole_layers)
-        token_bytes = numbers * jnp.dtype(dtype).itemsize
-        return _head_work(own, weights.num_weights(read), dtype, token_bytes=token_bytes)
-
 
 @dataclasses.dataclass(frozen=True)
 class EagleDrafter(_Storing, Shaped):
@@ -186,18 +167,6 @@ class EagleDrafter(_Storing, Shaped):
         # The newest pair, whose last layer alone is run, says the first draft token: no mask does.
         block = Block(-1, per_draft=1) if _takes_masks(self.config) else None
         return (_head_work(self.config.layers, products, dtype, block=block),)
-
-    def absorb_work(self, target: ModelConfig, dtype: Any) -> ModelWork:
-        """Returns the work of what is read: of the last layer keys and values alone, of those
-        below all; of a head that defers, no layer."""
-        del target
-        leaves = eagle.equations_of(self.config).weights_of(self.config)
-        if not self.defers:
-            *below, last = leaves["layers"]
-            read = leaves["fc"], below, last["k_proj"], last["v_proj"]
-            return self._absorb_work(read, len(below), dtype)
-        computes = self.stores == deferring.FEATURES and isinstance(self.config, Eagle3Config)
-        return self._absorb_work(leaves["fc"] if computes else (), 0, dtype)
 
     def build(self, context: DrafterContext) -> Drafter:
         if _takes_masks(self.config):
@@ -374,17 +343,6 @@ class DFlashDrafter(_Storing):
             block=self._block,
         )
         return (one,)
-
-    def absorb_work(self, target: ModelConfig, dtype: Any) -> ModelWork:
-        """Returns the work of making the contexts' keys and values in all layers; of a head that
-        defers them, of the contexts alone, or of nothing."""
-        del target
-        leaves = dflash.weights_of(self.config)
-        if self.defers:
-            read = leaves["fc"] if self.stores == deferring.FEATURES else ()
-        else:
-            read = leaves["fc"], [(one["k_proj"], one["v_proj"]) for one in leaves["layers"]]
-        return self._absorb_work(read, 0, dtype)
 
     @property
     def _block(self) -> Block:

@@ -426,9 +426,6 @@ class HybridDrafter(DrafterSpec):
     ) -> tuple[ModelWork, ...]:
         return self.model.work(target, dtype, num_weights)
 
-    def absorb_work(self, target: ModelConfig, dtype: Any) -> ModelWork | None:
-        return self.model.absorb_work(target, dtype)
-
     def tree_slots(self, num_speculative_tokens: int) -> int:
         return self.model.tree_slots(num_speculative_tokens)
 

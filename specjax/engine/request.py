@@ -64,9 +64,6 @@ class TextPiece(NamedTuple):
     is_draft: bool  # the token was proposed by the drafter
 
 
-Piece = TextPiece  # its name until 0.1
-
-
 @dataclasses.dataclass
 class AcceptanceCounts:
     """Counts of drafted and accepted tokens, over steps whose tokens were kept.

@@ -239,7 +239,7 @@ class Scheduler:
           rows: i64[any], indices, ascending.
 
         Returns:
-          i32[bucket], as Plan.row_ids, None if the bucket holds all rows; and the places.
+          i32[bucket], as BurstPlan.row_ids, None if the bucket holds all rows; and the places.
         """
         if bucket == len(self.rows):
             return None, rows

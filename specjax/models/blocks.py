@@ -38,7 +38,6 @@ from specjax.models.layers import (
     along_last_axis,
     einsum,
     linear,
-    rms_norm,
     rope_tables,
     rotate,
     soft_cap,
@@ -124,31 +123,6 @@ def sum_over_shards(partial: Array, tensor_axis: MeshAxes | None) -> Array:
     return partial if tensor_axis is None else jax.lax.psum(partial, tensor_axis)
 
 
-def rms_norm_across_heads(
-    x: Array,
-    weight: Array,
-    eps: float,
-    *,
-    tensor_axis: MeshAxes | None = None,
-    is_wide: bool = False,
-) -> Array:
-    """Normalises queries or keys by the root mean square of all their heads, as OLMo-2 does.
-
-    Under a tensor axis the mean of squares is that of all shards.
-
-    Args:
-      x: [..., own heads, head_dim].
-      weight: [own heads * head_dim]. Its logical axis is "heads" for queries and "kv_heads" for
-        keys, so that a shard gets the part of its own heads.
-      is_wide: as for `rms_norm`.
-
-    Returns:
-      The shape and dtype of x.
-    """
-    flat = x.reshape(*x.shape[:-2], -1)
-    return rms_norm(flat, weight, eps, is_wide=is_wide, tensor_axis=tensor_axis).reshape(x.shape)
-
-
 def attend_heads(
     x: Array,
     layer: Params,
@@ -169,7 +143,7 @@ def attend_heads(
       table: of rotations, see `rotary_tables`; None: no rotation.
       head_norm: norm of queries and of keys before the rotation, a function of q or k
         [..., own heads, head_dim] and its weight, layer["q_norm"] or layer["k_norm"]. `rms_norm`
-        norms each head, `rms_norm_across_heads` all heads together. None: no norm.
+        norms each head. None: no norm.
 
     A layer with a weight `sinks` f32[heads] has attention sinks.
     """

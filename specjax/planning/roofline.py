@@ -41,19 +41,6 @@ def roofline_step_s(
     return verify_work(target, rows, k, context).seconds(device) + draft_s
 
 
-def absorb_step_s(
-    absorb: ModelWork, device: Peaks, *, rows: int, num_steps: int, context: int
-) -> float:
-    """Returns the least seconds per K = 0 step that a drafter takes to absorb its tokens.
-
-    Args:
-      absorb: `DrafterSpec.absorb_work`.
-      num_steps: K = 0 steps that are absorbed together, `specjax.decode.absorb.WINDOW`.
-      context: tokens that each row has.
-    """
-    return absorb.of(rows, rows * num_steps, context).seconds(device) / num_steps
-
-
 def compute_bound_tokens(
     target: ModelWork, device: Peaks, *, context: int = 0, tokens_per_row: int = 1
 ) -> float | None:

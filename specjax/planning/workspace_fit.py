@@ -89,9 +89,6 @@ class BucketMemory:
         return self.scratch_bytes + self.code_bytes
 
 
-Bucket = StepShape  # its name until 0.1
-
-
 def combined_bytes(memories: Sequence[BucketMemory]) -> int:
     """Returns the bytes of several executables: all are loaded, one runs at a time."""
     most = max((m.scratch_bytes for m in memories), default=0)

@@ -1,4 +1,4 @@
-"""Finds the best fixed tree, and its size, for measured acceptance; host side.
+"""Finds the best fixed tree for measured acceptance; host side.
 
 The measurement is conditional[i]: how often sibling number i is accepted where the
 earlier ones were rejected, on real traffic at the temperature served. A node is
@@ -9,13 +9,11 @@ reached when its path is accepted, and its i-th child is then accepted with prob
 so a tree commits 1 + (sum over nodes of the product of `taken` on the path) tokens
 on average, and the best nodes are found depth by depth from the bottom.
 
-Source: Sequoia (arXiv:2402.12374), tree construction and the hardware-aware choice;
-its acceptance vector is `taken`.
+Source: Sequoia (arXiv:2402.12374), tree construction; its acceptance vector is `taken`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,11 +23,10 @@ from specjax.trees.static_shapes import TreeShape, from_rank_paths
 
 
 class BestTree(NamedTuple):
-    """A shape, and its expected committed tokens and step time."""
+    """A shape, and its expected committed tokens."""
 
     shape: TreeShape
     num_committed: float  # expected tokens per step, the target's own included
-    step_s: float | None = None  # seconds to draft and verify; None without given costs
 
 
 def taken_probabilities(conditional: ArrayLike, max_depth: int) -> np.ndarray:
@@ -92,51 +89,6 @@ def best_tree(conditional: ArrayLike, *, num_nodes: int, max_depth: int) -> Best
     """
     taken = _checked(conditional, num_nodes, max_depth)
     return _read_tree(taken, _best_splits(taken, num_nodes - 1), num_nodes - 1)
-
-
-def best_tree_for_costs(
-    conditional: ArrayLike,
-    *,
-    budgets: Sequence[int],
-    verify_s: Sequence[float],
-    draft_s: float,
-    max_depth: int,
-) -> BestTree:
-    """Returns the tree with the fewest seconds per committed token.
-
-    Minimises (depth * draft_s + verify_s) / expected tokens over the budgets and all
-    depths up to max_depth. Not speculating, the root alone, is among the choices if
-    1 is among the budgets. Ties go to the lower depth, then the earlier budget.
-
-    Args:
-      budgets: numbers of nodes, root included, whose verification was timed: the
-        sizes of compiled buckets.
-      verify_s: seconds to verify each budget; a tree costs its whole budget, with padding.
-      draft_s: seconds per depth drafted. For a parallel drafter, whose seconds do not
-        depend on depth, pass 0 and add its seconds to verify_s of budgets above 1.
-
-    Cost: that of `best_tree` for the largest budget, for each depth.
-
-    Raises:
-      ValueError: budgets and verify_s differ in length or are empty, a budget, depth
-        or time is out of range, or as `taken_probabilities`.
-    """
-    if len(budgets) != len(verify_s) or not len(budgets):
-        raise ValueError(f"{len(budgets)=} and {len(verify_s)=} must be equal and above 0.")
-    if draft_s < 0 or min(verify_s) <= 0:
-        raise ValueError(f"{draft_s=} must be at least 0 and {verify_s=} above 0.")
-    taken = _checked(conditional, min(budgets), max_depth)
-    best, best_rate = None, np.inf
-    for depth in range(max_depth + 1):
-        splits = _best_splits(taken[:depth], max(budgets) - 1)
-        for budget, seconds in zip(budgets, verify_s):
-            found = _read_tree(taken[:depth], splits, budget - 1)
-            step_s = found.shape.max_depth * draft_s + seconds
-            if best is None or step_s / found.num_committed < best_rate:
-                best_rate = step_s / found.num_committed
-                best = found._replace(step_s=step_s)
-    assert best is not None
-    return best
 
 
 def _checked(conditional: ArrayLike, num_nodes: int, max_depth: int) -> np.ndarray:

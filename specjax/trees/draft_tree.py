@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from specjax.types import NO_PARENT, DraftTree
@@ -158,22 +157,6 @@ def is_leaf(tree: DraftTree, num_tokens: Array) -> Array:
     return stands & ~jnp.any(follows & stands[:, :, None], axis=1)
 
 
-def leaf_paths(tree: DraftTree, num_tokens: Array) -> tuple[Array, Array]:
-    """Lists the root-to-leaf paths in the order of their leaves.
-
-    Returns:
-      i32[rows, num_nodes, max_depth], `paths` of the leaves first and NO_NODE after
-      them; and how many leaves there are, i32[rows], at least 1: a root alone is a
-      leaf with an empty path.
-    """
-    leaf = is_leaf(tree, num_tokens)
-    order = jnp.argsort(~leaf, axis=1, stable=True)
-    ordered = jnp.take_along_axis(paths(tree, num_tokens), order[:, :, None], axis=1)
-    num_leaves = jnp.sum(leaf, axis=1, dtype=jnp.int32)
-    is_listed = jnp.arange(tree.num_nodes)[None, :] < num_leaves[:, None]
-    return jnp.where(is_listed[:, :, None], ordered, NO_NODE), num_leaves
-
-
 def sibling_ranks(tree: DraftTree) -> Array:
     """Returns i32[rows, num_nodes]: how many siblings were drawn before each node.
 
@@ -199,75 +182,6 @@ def children(tree: DraftTree, num_tokens: Array, max_children: int) -> Array:
     has_rank = sibling_ranks(tree)[:, None, :] == jnp.arange(max_children)[None, :, None]
     found = is_child[:, :, None, :] & has_rank[:, None, :, :]
     return jnp.max(jnp.where(found, nodes[None, None, None, :], NO_NODE), axis=3)
-
-
-def validate_values(
-    tree: DraftTree, num_tokens: Array | None = None, token_ids: Array | None = None
-) -> None:
-    """Checks a tree's values on the host, for tests and debugging; reads the arrays back.
-
-    Args:
-      num_tokens: i32[rows], valid draft tokens; None: all.
-      token_ids: i32[rows, num_nodes - 1]; where given, siblings must be distinct.
-
-    Raises:
-      ValueError: a root has a parent or a depth, a parent does not come before its
-        child, a depth is not its parent's plus one, lies past max_depth, or two
-        siblings carry the same token.
-    """
-    parents, depths = np.asarray(tree.parents), np.asarray(tree.depths)
-    if parents.ndim != 2 or parents.shape != depths.shape:
-        raise ValueError(f"{parents.shape=} and {depths.shape=} must be [rows, nodes].")
-    rows, num_nodes = parents.shape
-    counts = np.full(rows, num_nodes - 1) if num_tokens is None else num_tokens
-    for row, count in enumerate(np.asarray(counts).tolist()):
-        if not 0 <= count < num_nodes:
-            raise ValueError(
-                f"{row=} has num_tokens={count}; expected 0 to {num_nodes - 1}, "
-                "since the root is no draft token."
-            )
-        tokens = None if token_ids is None else np.asarray(token_ids)[row].tolist()
-        _validate_row(
-            row,
-            parents[row, : count + 1].tolist(),
-            depths[row, : count + 1].tolist(),
-            tree.max_depth,
-            tokens,
-        )
-
-
-def _validate_row(
-    row: int, parents: list[int], depths: list[int], max_depth: int, tokens: list[int] | None
-) -> None:
-    if (parents[0], depths[0]) != (NO_PARENT, 0):
-        raise ValueError(
-            f"{row=}: node 0 has parent {parents[0]} and depth {depths[0]}; expected "
-            f"{NO_PARENT} and 0. Node 0 is the root."
-        )
-    seen = {}
-    for node, (parent, depth) in enumerate(zip(parents, depths)):
-        if node == 0:
-            continue
-        if not 0 <= parent < node:
-            raise ValueError(
-                f"{row=} {node=} has {parent=}; expected 0 to {node - 1}. "
-                "Put parents before their children."
-            )
-        if depth != depths[parent] + 1:
-            raise ValueError(
-                f"{row=} {node=} has {depth=}; expected {depths[parent] + 1}, its "
-                f"parent's depth plus one. Make depths with from_parents."
-            )
-        if depth > max_depth:
-            raise ValueError(f"{row=} {node=} has {depth=} above {max_depth=}; raise max_depth.")
-        if tokens is not None:
-            edge = (parent, tokens[node - 1])
-            if edge in seen:
-                raise ValueError(
-                    f"{row=}: nodes {seen[edge]} and {node} are siblings with the same "
-                    f"token {edge[1]}; expected distinct tokens. Merge them."
-                )
-            seen[edge] = node
 
 
 def _follow(parents: Array, nodes: Array) -> Array:

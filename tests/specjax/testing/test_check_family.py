@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import made_up_families
 import numpy as np
 import pytest
 from asked_for import quick
@@ -175,9 +176,9 @@ def test_an_embed_that_is_not_what_layers_get_is_seen(name, monkeypatch):
 
 
 def test_a_norm_of_each_shard_alone_is_seen(monkeypatch):
-    right = blocks.rms_norm_across_heads
+    right = made_up_families.norm_across_heads
     alone = lambda *arguments, tensor_axis=None, **options: right(*arguments, **options)
-    monkeypatch.setattr(blocks, "rms_norm_across_heads", alone)
+    monkeypatch.setattr(made_up_families, "norm_across_heads", alone)
     with pytest.raises(
         AssertionError, match=r"logits over 2 shards of a tensor axis: they are .* off"
     ):

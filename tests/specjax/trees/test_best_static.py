@@ -8,7 +8,6 @@ import pytest
 
 from specjax.trees.best_static import (
     best_tree,
-    best_tree_for_costs,
     expected_committed,
     taken_probabilities,
 )
@@ -134,13 +133,13 @@ def test_best_tree_by_hand():
 def test_a_node_that_adds_nothing_is_left_out():
     assert best_tree([0.0, 0.0], num_nodes=9, max_depth=4).shape == TreeShape((-1,))
     found = best_tree([1.0, 0.5], num_nodes=9, max_depth=3)
-    assert found == (from_widths((1, 1, 1)), 4.0, None)
+    assert found == (from_widths((1, 1, 1)), 4.0)
     # More nodes than fit into the depth and the siblings measured.
     assert best_tree([0.5, 0.5], num_nodes=99, max_depth=2).shape == from_widths((2, 2))
 
 
 def test_one_node():
-    assert best_tree([0.9], num_nodes=1, max_depth=5) == (TreeShape((-1,)), 1.0, None)
+    assert best_tree([0.9], num_nodes=1, max_depth=5) == (TreeShape((-1,)), 1.0)
     assert best_tree([0.9], num_nodes=5, max_depth=0).shape.num_nodes == 1
 
 
@@ -151,45 +150,6 @@ def test_a_larger_budget_never_hurts():
         for n in (1, 2, 3, 8, 16, 33, 64)
     ]
     assert values == sorted(values)
-
-
-@pytest.mark.parametrize("conditional", cases())
-def test_costs_agree_with_all_trees(conditional):
-    budgets, verify_s, max_depth = (1, 2, 4, 6), (1.0, 1.1, 1.2, 1.9), 3
-    for draft_s in (0.0, 0.05, 0.3, 2.0):
-        rates = []
-        for budget, seconds in zip(budgets, verify_s):
-            for shape in itertools.chain(*map(shapes, range(1, budget + 1))):
-                if shape.max_depth <= max_depth:
-                    step_s = shape.max_depth * draft_s + seconds
-                    rates.append(step_s / expected_by_walking(shape, conditional))
-        found = best_tree_for_costs(
-            conditional,
-            budgets=budgets,
-            verify_s=verify_s,
-            draft_s=draft_s,
-            max_depth=max_depth,
-        )
-        assert found.step_s is not None
-        assert found.step_s / found.num_committed == pytest.approx(min(rates))
-        value = expected_by_walking(found.shape, conditional)
-        assert found.num_committed == pytest.approx(value)
-
-
-def test_costs_by_hand():
-    choose = functools.partial(best_tree_for_costs, [0.5, 0.5], budgets=(1, 2, 3), max_depth=2)
-    # Drafting costs more than all it can save.
-    dear = choose(verify_s=(1, 1, 1), draft_s=3.0)
-    assert dear == (TreeShape((-1,)), 1.0, 1.0)
-    # Seconds per token: 1 / 1, 1.2 / 1.5, then a pair of siblings 1.2 / 1.75 or a
-    # chain 1.4 / 1.75: as many tokens, but one more depth to draft.
-    cheap = choose(verify_s=(1, 1, 1), draft_s=0.2)
-    assert cheap == (from_widths((2,)), 1.75, 1.2)
-    # As many seconds per token with one draft token as without: without.
-    even = best_tree_for_costs([1.0], budgets=(1, 2), verify_s=(1.0, 2.0), draft_s=0.0, max_depth=1)
-    assert even.shape == TreeShape((-1,))
-    # A third node that verifies slowly: 1.2 / 1.5 < 3.2 / 1.75.
-    assert choose(verify_s=(1, 1, 3), draft_s=0.2).shape == from_widths((1,))
 
 
 @pytest.mark.parametrize(
@@ -208,18 +168,8 @@ def test_best_tree_refuses_what_is_no_probability(conditional, complaint):
         best_tree(conditional, num_nodes=3, max_depth=2)
 
 
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"budgets": (1, 2)}, r"len\(budgets\)=2 and len\(verify_s\)=1"),
-        ({"budgets": (), "verify_s": ()}, "above 0"),
-        ({"budgets": (0,)}, "num_nodes=0 must be at least 1"),
-        ({"max_depth": -1}, "max_depth=-1 at least 0"),
-        ({"draft_s": -1.0}, "draft_s=-1.0 must be at least 0"),
-        ({"verify_s": (0.0,)}, "above 0"),
-    ],
-)
-def test_best_tree_for_costs_refuses(changes, complaint):
-    arguments = dict(budgets=(2,), verify_s=(1.0,), draft_s=0.1, max_depth=2)
-    with pytest.raises(ValueError, match=complaint):
-        best_tree_for_costs([0.5], **(arguments | changes))
+def test_best_tree_refuses_impossible_sizes():
+    with pytest.raises(ValueError, match="num_nodes=0 must be at least 1"):
+        best_tree([0.5], num_nodes=0, max_depth=2)
+    with pytest.raises(ValueError, match="max_depth=-1 at least 0"):
+        best_tree([0.5], num_nodes=2, max_depth=-1)

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tree_values import validate_values
 
 from specjax.trees import draft_tree
-from specjax.trees.draft_tree import NO_NODE, from_parents, validate_values
+from specjax.trees.draft_tree import NO_NODE, from_parents
 from specjax.types import NO_PARENT, DraftTree
 
 # The tree drawn in types.DraftTree.
@@ -26,7 +27,6 @@ def survey(parents, counts, token_ids, max_depth):
         "paths": draft_tree.paths(tree, counts),
         "path_token_ids": draft_tree.path_token_ids(tree, token_ids),
         "is_leaf": draft_tree.is_leaf(tree, counts),
-        "leaf_paths": draft_tree.leaf_paths(tree, counts),
         "ranks": draft_tree.sibling_ranks(tree),
         "children": draft_tree.children(tree, counts, max_children=3),
     }
@@ -90,11 +90,8 @@ def test_example():
     no = NO_NODE
     tokens = [[no, no], [105, no], [106, no], [105, 107], [106, 108], [106, 109]]
     assert found.path_token_ids[1].tolist() == tokens
-    listed, num_leaves = found.leaf_paths
-    assert num_leaves.tolist() == [3, 2]
-    assert listed[0, :4].tolist() == [[1, 3], [2, 4], [2, 5], [no, no]]
-    # Without nodes 4 and 5, node 2 ends a path, and comes first since it is the earlier.
-    assert listed[1, :3].tolist() == [[2, no], [1, 3], [no, no]]
+    # Without nodes 4 and 5, node 2 ends a path.
+    assert [np.flatnonzero(row).tolist() for row in found.is_leaf] == [[3, 4, 5], [2, 3]]
     assert found.ranks[0].tolist() == [0, 0, 1, 0, 0, 1]
     children = [[1, 2, no], [3, no, no], [4, 5, no]] + [[no] * 3] * 3
     assert found.children[0].tolist() == children
@@ -124,15 +121,10 @@ def test_agrees_with_walks(parents, counts, max_depth):
 def test_leaves_and_siblings_agree_with_walks(parents, counts, max_depth):
     num_nodes = parents.shape[1]
     found = look(parents, counts, max_depth)
-    listed, num_leaves = found.leaf_paths
     for row, count in enumerate(counts.tolist()):
         standing = parents[row, : count + 1].tolist()
         leaves = [node for node in range(count + 1) if node not in standing]
         assert np.flatnonzero(found.is_leaf[row]).tolist() == leaves
-        assert num_leaves[row] == len(leaves)
-        expected = [padded(walk(standing, node), max_depth) for node in leaves]
-        expected += [[NO_NODE] * max_depth] * (num_nodes - len(leaves))
-        assert listed[row].tolist() == expected
         for node in range(num_nodes):
             parent = parents[row, node]
             assert found.ranks[row, node] == parents[row, :node].tolist().count(parent)
@@ -146,7 +138,6 @@ def test_a_root_alone():
     assert found.bits.tolist() == [[[1]], [[1]]]
     assert found.paths.shape == found.path_token_ids.shape == (2, 1, 0)
     assert found.is_leaf.all()
-    assert found.leaf_paths[1].tolist() == [1, 1]
     assert found.children.tolist() == [[[NO_NODE] * 3]] * 2
     validate_values(found.tree)
 
@@ -168,7 +159,7 @@ def test_what_stands_past_the_last_node_does_not_matter(rubbish):
     parents[1, 4:] = rubbish
     found, clean = (look(p, [5, 3], 2) for p in (parents, [EXAMPLE] * 2))
     validate_values(found.tree, [5, 3])
-    for name in ("paths", "is_leaf", "leaf_paths", "children"):
+    for name in ("paths", "is_leaf", "children"):
         same = jax.tree.map(np.array_equal, getattr(found, name), getattr(clean, name))
         assert np.all(same), name
     for name in ("bits", "path_token_ids", "ranks"):

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from best_first import best_first
+from tree_values import validate_values
 
 from specjax.trees import expanding
-from specjax.trees.best_first import best_first
-from specjax.trees.draft_tree import GrownTree, validate_values
+from specjax.trees.draft_tree import GrownTree
 
 compiled_best_first = jax.jit(best_first, static_argnames="num_drafts")
 

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tree_values import validate_values
 
-from specjax.trees.draft_tree import GrownTree, validate_values
+from specjax.trees.draft_tree import GrownTree
 from specjax.trees.merging import merge
 
 compiled = jax.jit(merge, static_argnames="num_drafts")

@@ -1,8 +1,8 @@
 """Shapes fixed beforehand: by widths, by Medusa's lists, and what follows from parents."""
 
 import pytest
+from tree_values import validate_values
 
-from specjax.trees import draft_tree
 from specjax.trees.static_shapes import TreeShape, from_rank_paths, from_widths
 
 
@@ -28,7 +28,7 @@ def test_from_widths(widths):
     assert shape.widths == widths
     assert shape.max_depth == len(widths)
     assert from_rank_paths(shape.rank_paths) == shape
-    draft_tree.validate_values(shape.draft_tree(rows=2))
+    validate_values(shape.draft_tree(rows=2))
 
 
 def test_chain_and_root_alone():

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.absorbing import absorb_step_s, absorb_work
 from specjax.configs.devices import DEVICES
 from specjax.configs.heads import HEADS
 from specjax.configs.models import SHAPES
@@ -15,7 +16,7 @@ from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter
 from specjax.models.base import before_final_norm
 from specjax.models.eagle import EagleConfig
 from specjax.paged.work import model_work
-from specjax.planning.roofline import absorb_step_s, roofline_step_s
+from specjax.planning.roofline import roofline_step_s
 
 DTYPE, CONTEXT = jnp.dtype(jnp.bfloat16), 2048
 TARGET = SHAPES["llama-3.1-8b"]
@@ -63,7 +64,7 @@ def added(name, device, rows, num_steps=WINDOW, context=CONTEXT):
         num_speculative_tokens=0,
         context=context,
     )
-    work = HEADS[name].absorb_work(TARGET, DTYPE)
+    work = absorb_work(HEADS[name], DTYPE)
     return absorb_step_s(work, figures, rows=rows, num_steps=num_steps, context=context) / plain
 
 
@@ -82,7 +83,7 @@ def test_with_256_rows_too(name):
 
 
 def test_the_documents_state_these_figures():
-    notes = Path(__file__).parents[3] / "docs" / "benchmarks" / "notes"
+    notes = Path(__file__).parents[2] / "docs" / "benchmarks" / "notes"
     page = (notes / "heads-at-k-0.md").read_text()
     for name in HEADS:
         cells = [f"{100 * added(name, chip, rows):.2f}" for chip in CHIPS for rows in ROWS]
@@ -92,7 +93,7 @@ def test_the_documents_state_these_figures():
 
 def test_by_hand():
     """EAGLE-3: fc, keys and values of pairs; 16 tokens per window and row, in two bytes each."""
-    work = HEADS["EAGLE-3"].absorb_work(TARGET, DTYPE)
+    work = absorb_work(HEADS["EAGLE-3"], DTYPE)
     assert work.weight_bytes == 2 * (3 * 4096**2 + 2 * 2 * 4096 * 1024)
     assert (work.token_flops, work.context_bytes) == (work.weight_bytes, 0)
     # Three hidden states, written and read twice; and the keys and values.
@@ -105,13 +106,13 @@ def test_by_hand():
 )
 def test_dflash_where_nothing_but_arithmetic_counts(name, most):
     """Operations of the products with weights, which are all of the target's at no context."""
-    own = HEADS[name].absorb_work(TARGET, DTYPE).token_flops
+    own = absorb_work(HEADS[name], DTYPE).token_flops
     assert own / model_work(TARGET, DTYPE, 1).token_flops == pytest.approx(most, rel=0.02)
 
 
 def test_storing_what_is_captured_takes_less_than_a_hundredth_of_a_step_on_any_chip():
     """Of many rows without context: bytes of the hidden states beside operations of the target."""
-    own = HEADS['DFlash, `"captured"`'].absorb_work(TARGET, DTYPE)
+    own = absorb_work(HEADS['DFlash, `"captured"`'], DTYPE)
     step = model_work(TARGET, DTYPE, 1).of(1, 1, 0).flops
     assert own.of(1, 1, 0).bytes == 2 * (4 + 1) * 5 * 4096
     figures = [chip.per_device() for chip in DEVICES.values()]
@@ -120,7 +121,7 @@ def test_storing_what_is_captured_takes_less_than_a_hundredth_of_a_step_on_any_c
 
 
 def test_a_head_of_several_layers_reads_what_its_first_layer_takes_alone():
-    work = HEADS["P-EAGLE"].absorb_work(TARGET, DTYPE)
+    work = absorb_work(HEADS["P-EAGLE"], DTYPE)
     assert (work.weight_bytes, work.num_layers) == (2 * 3 * 4096**2, 0)
     # Features of 4,096 numbers, beside keys and values of four layers.
     per_token = HEADS["P-EAGLE"].bytes_per_token(TARGET, DTYPE)
