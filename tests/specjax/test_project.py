@@ -216,7 +216,7 @@ def test_which_hints_fetch_the_name_from_an_index():
 def test_types_are_shipped():
     assert (ROOT / "specjax" / "py.typed").exists()
     shipped = PROJECT["tool"]["setuptools"]["package-data"]["specjax"]
-    assert "py.typed" in shipped
+    assert {"py.typed", "__init__.pyi"} <= {*shipped}
     assert "demo/weights/**/*" in shipped
 
 
