@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import check, layout
+from pallas_kernels import layout
 from pallas_kernels.implementations import lowered_for
 from pallas_kernels.tree_attention import mosaic_gpu, tree_attention
 from pallas_kernels.tree_attention.example_inputs import (
@@ -23,6 +23,7 @@ from pallas_kernels.tree_attention.example_inputs import (
     widened,
 )
 from pallas_kernels.tree_attention.mosaic_gpu import tree_attention_mosaic_gpu
+from tools.check_kernels import check_gpu
 
 # On jax 0.10 it imports absl, without which the kernels' package works too.
 plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
@@ -52,7 +53,7 @@ COVERED = [name for name in EXAMPLES if EXAMPLES[name].page_dtype is None]
 )
 def test_it_compiles_for_an_h100(shape):
     """Or lowers alone, where jax has no CUDA plugin."""
-    results = list(check.check_gpu("h100", [shape]))
+    results = list(check_gpu("h100", [shape]))
     assert results
     assert [result for result in results if not result.ok] == []
     # 120 at most were seen (docs/benchmarks/kernels.md); where sums do not fit, 500 and more.
