@@ -11,7 +11,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from specjax.cli.parser import layer_ids
+from specjax.cli.parser import EXIT_BAD_INPUT, layer_ids
 from specjax.config.checks import CAPTURED
 from specjax.config.engine import GATES, KV_CACHE_DTYPES, EngineConfig
 from specjax.config.speculation import SpeculationConfig
@@ -221,9 +221,11 @@ def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
         plan_report.check_can_draw(request.device, arguments.plot)
     plan = found = estimate(request)
     document = plan_document.of_estimate(found)
+    if found.misfit is not None:
+        print(f"specjax: error: {found.misfit}", file=sys.stderr, flush=True)
     if not arguments.json:
         print(plan_report.render_estimate(found), flush=True)
-    if not arguments.estimate:
+    if not arguments.estimate and found.misfit is None:
         speed = request.device.speed
         try:
             device = devices.find_device(arguments.device, arguments.tensor_parallel)
@@ -239,10 +241,10 @@ def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
         print(json.dumps(document, indent=2))
     elif arguments.explain:
         print(f"\n{plan_report.explained()}")
-    if arguments.plot:
+    if arguments.plot and found.misfit is None:
         plan_report.draw(plan, arguments.plot)
         print(f"drawn: {arguments.plot}", file=sys.stderr)
-    return 0
+    return 0 if found.misfit is None else EXIT_BAD_INPUT
 
 
 def _request(arguments: argparse.Namespace, engine: EngineConfig) -> PlanRequest:

@@ -16,7 +16,7 @@ from specjax.planning.workspace_fit import BURST, BucketMemory
 
 def of_estimate(plan: Estimate) -> dict[str, Any]:
     """Returns the figures of an estimate by name, as `to_dict`; None for an unknown one."""
-    document = {"source": "formulas", "fits": plan.fits} | _figures(plan)
+    document = {"source": "formulas", "fits": plan.fits, "misfit": plan.misfit} | _figures(plan)
     document["per_chip"]["workspace_bytes"] = plan.workspace_bytes
     document["notes"] = [*plan.notes, *plan_notes.of_estimate(plan)]
     return document

@@ -54,9 +54,10 @@ def _on_gate(plan: PlanFigures) -> list[str]:
 def _on_speed(plan: PlanFigures) -> list[str]:
     """Returns notes on the source of seconds and K, and on what they leave out."""
     device, dtype = plan.request.device, jnp.dtype(plan.request.dtype).name
+    what = "seconds and K" if plan.request.most_drafted else "seconds"
     if device.speed is not None:
         return [
-            "seconds and K follow from the speed of this machine's products and launches, which "
+            f"{what} follow from the speed of this machine's products and launches, which "
             f"was measured ({device.speed.bytes_per_s / 1e9:.1f} GB/s of float32 weights); no "
             "step was.",
             *_on_kept_costs(plan.request),
@@ -68,7 +69,7 @@ def _on_speed(plan: PlanFigures) -> list[str]:
             *_on_kept_costs(plan.request),
         ]
     notes = [
-        "seconds and K are by roofline, a bound from the device's published peaks "
+        f"{what} are by roofline, a bound from the device's published peaks "
         f"({device.figures.source}); collectives, sampling and launching are left out."
     ]
     fastest = "bfloat16" if device.figures.has_bfloat16 else "float16"

@@ -10,8 +10,10 @@ from typing import Any
 from specjax.api.plots import new_figure, whole_ticks
 from specjax.cli import plan_document
 from specjax.config.batch_size_table import NAME as TABLE_NAME
+from specjax.config.names import NO_DRAFTER
 from specjax.planning.devices import Device
 from specjax.planning.estimate import Estimate
+from specjax.planning.memory_model import MemoryPlan
 from specjax.planning.plan_figures import PlanFigures
 from specjax.planning.plans import FullPlan
 from specjax.planning.workspace_fit import BURST
@@ -65,15 +67,10 @@ def render_estimate(plan: Estimate) -> str:
         f"{_title(document)}: estimate, from formulas; nothing was compiled or measured.",
         _table(("", ""), _estimated(plan, document)),
     ]
-    if document["steps"]:
-        context, rate = plan.table_context, document["acceptance_rate_assumed"]
-        parts += [
-            f"A step of rows of {context:,} tokens, if {rate:.0%} of drafts stand:",
-            _table(("rows", "K", "ms", "tokens", "tokens/s"), _step_rows(document)),
-        ]
-    if plan.fits is not False:
-        parts += _by_context(plan, document)
-    return "\n\n".join(parts + [f"Note: {note}" for note in document["notes"]])
+    if plan.misfit is None:
+        parts += [*_steps(plan, document), *_by_context(plan, document)]
+        parts += [f"Note: {note}" for note in document["notes"]]
+    return "\n\n".join(parts)
 
 
 def render(plan: FullPlan) -> str:
@@ -87,17 +84,39 @@ def render(plan: FullPlan) -> str:
     ]
     parts += ["Implementation of each op:", _table(("op", ""), _kernel_rows(plan))]
     parts += _by_context(plan, document)
-    if document[TABLE_NAME]:
+    if document[TABLE_NAME] and plan.request.most_drafted:
         parts.append(f'"{TABLE_NAME}": {document[TABLE_NAME]}')
     return "\n\n".join(parts + [f"Note: {note}" for note in document["notes"]])
 
 
 def _title(document: dict[str, Any]) -> str:
     chips = f"{document['num_chips']} chip" + "s" * (document["num_chips"] > 1)
+    drafter = document["drafter"]
+    drafter = "without a drafter" if drafter == NO_DRAFTER else f"with {drafter}"
     return (
-        f"{document['model']} with {document['drafter']} on {document['device']}, {chips}, "
+        f"{document['model']} {drafter} on {document['device']}, {chips}, "
         f"{document['dtype']}"
     )
+
+
+def _steps(plan: Estimate, document: dict[str, Any]) -> list[str]:
+    """Returns the table of a step's seconds at each K."""
+    if not document["steps"]:
+        return []
+    heads = ("rows", "K", "ms", "tokens", "tokens/s")
+    rows = [dict(zip(heads, row)) for row in _step_rows(document)]
+    if not plan.request.most_drafted:
+        heads = ("rows", "ms", "tokens/s")
+    return [
+        f"A step of rows of {plan.table_context:,} tokens{_if_standing(plan)}:",
+        _table(heads, [[row[head] for head in heads] for row in rows]),
+    ]
+
+
+def _if_standing(plan: PlanFigures) -> str:
+    """Returns what is assumed of drafts, where there are any."""
+    request = plan.request
+    return f", if {request.acceptance_rate:.0%} of drafts stand" if request.most_drafted else ""
 
 
 def _by_context(plan: PlanFigures, document: dict[str, Any]) -> list[str]:
@@ -107,13 +126,15 @@ def _by_context(plan: PlanFigures, document: dict[str, Any]) -> list[str]:
     if document["largest_batch_by_context"]:
         parts += ["Largest batch by context:", _table(*_batch_rows(document))]
     if choices:
-        rate = document["acceptance_rate_assumed"]
         contexts = [str(context) for context in plan.contexts]
         rows = [(row, *(by[c] for c in contexts)) for row, by in choices.items()]
+        if plan.request.most_drafted:
+            parts += [
+                f"K by rows and context, by roofline seconds{_if_standing(plan)}:",
+                _table(("rows", *contexts), rows),
+            ]
         parts += [
-            f"K by rows and context, by roofline seconds, if {rate:.0%} of drafts stand:",
-            _table(("rows", *contexts), rows),
-            "Tokens per second of all rows, by the same seconds, at most:",
+            "Tokens per second of all rows, by roofline seconds, at most:",
             _table(("rows", *contexts), _speed_rows(document, contexts)),
         ]
     return parts
@@ -133,7 +154,7 @@ def _estimated(plan: Estimate, document: dict[str, Any]) -> list[tuple[str, str]
         rows += [
             ("pages", f"{pages:,} of {size} tokens"),
             ("tokens that pages hold", f"{pages * size:,}"),
-            ("speculates up to", f"{plan.memory.gate_tokens:,} tokens of a batch"),
+            *_gate_row(plan.memory, plan),
         ]
     return rows + _ridge_rows(document)
 
@@ -226,7 +247,7 @@ def _figures(plan: FullPlan, document: dict[str, Any]) -> list[tuple[str, str]]:
             ),
             ("pages", f"{memory.num_pages:,} of {memory.page_size} tokens"),
             ("weight limit, all chips", _gigabytes(document["weight_limit"])),
-            ("speculates up to", f"{memory.gate_tokens:,} tokens of a batch"),
+            *_gate_row(memory, plan),
             (
                 "batch safety margin",
                 f"{memory.batch_safety_margin:g} %, recommended "
@@ -234,6 +255,12 @@ def _figures(plan: FullPlan, document: dict[str, Any]) -> list[tuple[str, str]]:
             ),
         ]
     return rows + _ridge_rows(document)
+
+
+def _gate_row(memory: MemoryPlan, plan: PlanFigures) -> list[tuple[str, str]]:
+    if not plan.request.most_drafted:
+        return []
+    return [("speculates up to", f"{memory.gate_tokens:,} tokens of a batch")]
 
 
 def _held(plan: PlanFigures, document: dict[str, Any]) -> list[tuple[str, str]]:

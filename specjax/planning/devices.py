@@ -29,7 +29,7 @@ _THREE_AXES = ("v4", "v5p", "tpu7x")  # whose topologies have three; others have
 class Device:
     """The device of a plan: `count` chips of one kind, on the tensor axis."""
 
-    name: str  # in full: "cpu", "gpu:h100", "tpu:v5e:2x2"
+    name: str  # with its platform: "cpu", "gpu:h100", "tpu:v5e", "tpu:v5e:2x2"
     count: int
     figures: DeviceFigures | None  # of one device; None if unknown
     mesh: Mesh | None  # to compile for; None for one CPU
@@ -86,8 +86,6 @@ def described(name: str, num_chips: int | None = None) -> Device:
         count = num_chips or 1
     else:
         count = num_chips or math.prod(map(int, shape.split("x"))) * figures.devices_per_chip
-    if kind == TPU and not shape:
-        shape = "2x2x1" if generation in _THREE_AXES else "2x2"
     full = ":".join(filter(None, (kind, generation, shape)))
     return Device(full, count, figures.per_device(), None, is_compiled_for=False)
 
@@ -105,6 +103,8 @@ def find_device(name: str, num_chips: int | None = None) -> Device:
         # Imported where it is needed: formulas need no decoder.
         from specjax.planning.abstract_decoder import described_mesh
 
+        if ":" not in rest:
+            rest += ":2x2x1" if rest in _THREE_AXES else ":2x2"
         mesh = described_mesh(rest, device.count)
         return dataclasses.replace(device, mesh=mesh, is_compiled_for=True)
     if kind == GPU and (devices := described_devices(rest, device.count)) is not None:

@@ -41,11 +41,17 @@ class Estimate(PlanFigures):
 
     Attributes:
       workspace_bytes: of the largest step, on one chip.
-      fits: whether weights, state, a step and one page fit; None if the memory is unknown.
+      misfit: what weights, state, a step and one page take more than there is, and what to change;
+        None if they fit, or the memory is unknown.
     """
 
     workspace_bytes: int
-    fits: bool | None
+    misfit: str | None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None if the memory is unknown."""
+        return None if self.request.limits_memory is None else self.misfit is None
 
 
 def estimate(request: PlanRequest) -> Estimate:
@@ -69,10 +75,10 @@ def estimate(request: PlanRequest) -> Estimate:
     of_pages = page_bytes(request)
     per_page = request.engine.chosen_page_size
     workspace = max(step.temp_bytes for step in steps)
-    fits, notes = _fits(decoder, request, workspace + sum(of_pages))
+    misfit = _misfit(decoder, request, workspace + sum(of_pages))
     memory = None
-    if fits:
-        limits = memory_limits(request, (request.limits_memory or 0) - resident)
+    if request.limits_memory is not None and misfit is None:
+        limits = memory_limits(request, request.limits_memory - resident)
         memory = plan_memory(limits, sum(of_pages) / per_page, steps)
     return Estimate(
         request=request,
@@ -82,20 +88,24 @@ def estimate(request: PlanRequest) -> Estimate:
         drafter_bytes_per_token=of_pages[1] / per_page,
         memory=memory,
         **works_of(request),
-        notes=notes,
         workspace_bytes=workspace,
-        fits=fits,
+        misfit=misfit,
     )
 
 
 def _resident(decoder: AbstractDecoder, request: PlanRequest, chips: int) -> int:
     """Returns the bytes of weights and state of one chip."""
+    state = resident_bytes(decoder) - sum(_weights(decoder, request, 1))
+    return state + sum(_weights(decoder, request, chips))
+
+
+def _weights(decoder: AbstractDecoder, request: PlanRequest, chips: int) -> tuple[int, int]:
+    """Returns the bytes that one of some chips holds of the target's and the drafter's weights."""
     params: Any = decoder.abstract_params
     target, drafter = (
         sum(map(bytes_of, jax.tree.leaves(part))) for part in (params.target, params.drafter)
     )
-    state = resident_bytes(decoder) - target - drafter
-    return state + target // chips + drafter // min(request.drafter.num_shards, chips)
+    return target // chips, drafter // min(request.drafter.num_shards, chips)
 
 
 def _memory_of(shape: StepShape, request: PlanRequest) -> BucketMemory:
@@ -114,25 +124,26 @@ def _memory_of(shape: StepShape, request: PlanRequest) -> BucketMemory:
     )
 
 
-def _fits(
-    decoder: AbstractDecoder, request: PlanRequest, beside: int
-) -> tuple[bool | None, tuple[str, ...]]:
-    """Returns whether memory holds weights, state and `beside`, and what to do if it does not."""
+def _misfit(decoder: AbstractDecoder, request: PlanRequest, beside: int) -> str | None:
+    """Returns what memory lacks for weights, state and `beside`, and what to change, if it does."""
     total, chips = request.limits_memory, request.device.count
-    if total is None:
-        return None, ()
     needed = lambda count: _resident(decoder, request, count) + beside * chips // count
-    if needed(chips) <= total:
-        return True, ()
+    if total is None or needed(chips) <= total:
+        return None
     more = range(chips + 1, request.target.num_kv_heads + 1)
     possible = (n for n in more if undivided(request.target, n) is None)
     count = next((n for n in possible if needed(n) <= total), None)
-    hint = "use a smaller dtype, max_rows or max_context"
-    if count is not None:
-        hint = f"{count} chips would hold it, with --tensor-parallel {count}; or {hint}"
+    split = f"{count} chips would hold it, with --tensor-parallel {count}; or "
+    if count is None:
+        split = "no split of this model over more chips would; "
+    hints = []
+    if jnp.dtype(request.dtype).itemsize > 2:
+        hints.append("use --dtype bfloat16")
+    if sum(_weights(decoder, request, chips)) < total:
+        hints.append("lower --max-rows or --max-context")
     else:
-        hint = f"no split of this model over more chips would; {hint}"
-    return False, (
+        hints.append("take a device of more memory or a smaller model")
+    return (
         f"it does not fit: weights, state and a step take {amount(needed(chips))} of each chip, "
-        f"which has {amount(total)}; {hint}.",
+        f"which has {amount(total)}; {split}{' or '.join(hints)}."
     )

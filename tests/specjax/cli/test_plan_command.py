@@ -176,11 +176,24 @@ def test_an_estimate_alone(capsys, monkeypatch):
     assert plan_report.explained() in text
 
 
-def test_an_estimate_says_what_would_fit(capsys):
-    assert main(["plan", "llama-3.1-8b", "--device", "v5e", "--estimate"]) == 0
-    text = capsys.readouterr().out
-    assert "it does not fit: weights, state and a step take" in text
-    assert "2 chips would hold it, with --tensor-parallel 2" in text
+def test_what_does_not_fit_by_formulas_is_said_first_and_compiles_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(plans, "make_plan", None)
+    asked = ["plan", "llama-3.1-8b", "--device", "v5e"]
+    for more in ([], ["--estimate"]):
+        assert main([*asked, *more]) == 2
+        text, error = capsys.readouterr()
+        assert error.startswith("specjax: error: it does not fit: weights, state and a step take")
+        assert "2 chips would hold it, with --tensor-parallel 2; or take a device of more" in error
+        assert error.count("\n") == 1
+        assert "on tpu:v5e, 1 chip, bfloat16" in text
+        assert "tokens/s" not in text
+    assert main([*asked, "--json"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert document["fits"] is False
+    assert document["misfit"] in error
+
+
+def test_an_estimate_says_that_it_fits(capsys):
     assert main(["plan", "llama-3.1-8b", "--device", "v5e:2x2", "--estimate", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["fits"], document["num_chips"]) == (True, 4)
@@ -195,8 +208,8 @@ def test_an_estimate_names_only_chips_that_divide_the_model(capsys):
     printed = {}
     for model, chips, memory in cases:
         asked = ["--device", "v5e", "--tensor-parallel", chips, "--memory-bytes", memory]
-        assert main(["plan", model, *asked, "--estimate"]) == 0
-        printed[model, chips, memory] = capsys.readouterr().out
+        assert main(["plan", model, *asked, "--estimate"]) == 2
+        printed[model, chips, memory] = "".join(capsys.readouterr())
     assert not {case: printed[case] for case, hint in cases.items() if hint not in printed[case]}
     assert "maybe several times more" in printed["qwen2.5-7b", "1", "7e9"]
 
@@ -208,7 +221,15 @@ def test_the_estimate_comes_first_and_stands_where_nothing_compiles(capsys, monk
 
     monkeypatch.setattr(devices, "find_device", find_device)
     with pytest.warns(UserWarning, match="the estimate stands: no compiler for it is here"):
-        assert plan_command.run(parse(["llama-3.1-8b", "--device", "v5e"])) == 0
+        assert plan_command.run(parse(["llama-3.1-8b", "--device", "v5e:2x2"])) == 0
+
+
+def test_a_plan_without_a_drafter_has_no_word_of_drafts(capsys):
+    assert main(["plan", "llama-3.1-8b", "--device", "h100", "--estimate"]) == 0
+    text = capsys.readouterr().out
+    assert "llama-3.1-8b without a drafter on gpu:h100" in text
+    assert re.findall(r"drafts|speculates|\bK\b", text) == []
+    assert text.count("tokens/s") == 1
 
 
 def test_a_terminal_shows_which_step_compiles(capsys, monkeypatch):

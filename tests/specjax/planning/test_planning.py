@@ -21,7 +21,7 @@ from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import ModelDrafter, NgramDrafter, NoDrafter
-from specjax.planning import compiled_memory, devices, named_models, plans
+from specjax.planning import abstract_decoder, compiled_memory, devices, named_models, plans
 from specjax.planning.devices import described, find_device
 from specjax.planning.named_models import find_config, find_drafter
 from specjax.planning.plan_request import PlanRequest
@@ -571,11 +571,11 @@ def test_devices_by_any_of_their_names():
         "a100": ("gpu:a100", 1),
         "a100-80gb": ("gpu:a100", 1),
         "gpu:a100-40gb": ("gpu:a100-40gb", 1),
-        "v5e": ("tpu:v5e:2x2", 1),
-        "tpu:v5e": ("tpu:v5e:2x2", 1),
+        "v5e": ("tpu:v5e", 1),
+        "tpu:v5e": ("tpu:v5e", 1),
         "v5e:2x2": ("tpu:v5e:2x2", 4),
         "tpu:v6e:2x4": ("tpu:v6e:2x4", 8),
-        "v5p": ("tpu:v5p:2x2x1", 1),
+        "v5p": ("tpu:v5p", 1),
         "v4:2x2x1": ("tpu:v4:2x2x1", 4),
         "tpu7x:2x2x1": ("tpu:tpu7x:2x2x1", 8),
         "cpu": ("cpu", 1),
@@ -613,6 +613,14 @@ def test_topologies_that_are_none(shape):
 def test_fewer_than_one_chip(name, num_chips):
     with pytest.raises(ValueError, match=f"over {num_chips} chips; expected at least"):
         find_device(name, num_chips)
+
+
+def test_a_tpu_without_a_topology_is_compiled_for_as_one_host(monkeypatch):
+    meshes = []
+    monkeypatch.setattr(abstract_decoder, "described_mesh", lambda *asked: meshes.append(asked))
+    for name in ("v5e", "tpu:v4", "v6e:2x4"):
+        find_device(name)
+    assert meshes == [("v5e:2x2", 1), ("v4:2x2x1", 1), ("v6e:2x4", 8)]
 
 
 def test_more_chips_than_there_are_to_compile_for():
