@@ -38,6 +38,7 @@ from specjax.rl.joined import JoinedDecoder
 from specjax.rl.reporting import ALARM_RATE, Run, alarm
 from specjax.rl.table import Table
 from specjax.runtime.jax_settings import check_not_traced, entrance, in_own_settings
+from specjax.runtime.progress import Report
 from specjax.types import DecoderParams
 
 ASK_AGAIN_S = 0.01  # seconds until a feed without a prompt is asked again while no row runs
@@ -57,6 +58,7 @@ def rollout_stream(
     params_version: int | None = None,
     max_staleness: int | None = None,
     in_order: bool = False,
+    progress: bool | Report | None = None,
 ) -> RolloutStream:
     """Samples completions of a feed of prompts; rows that end go on with the next prompt.
 
@@ -84,6 +86,7 @@ def rollout_stream(
         drawn anew from its prompt, with its seed; no prompt is lost. None: no bound.
       in_order: returns groups in the order of the feed, not of their ends.
       params_version: as for `rollout`.
+      progress: as for `generate`, while `next` works.
 
     Returns:
       An iterator of Rollouts of batch_groups * keep_first samples. prompt_index counts the
@@ -105,7 +108,9 @@ def rollout_stream(
     check_numbers(num_samples, None, None, sampling)
     keep_first = num_samples if keep_first is None else keep_first
     _check(num_samples, keep_first, batch_groups, prompt_width, max_staleness)
-    options = _Options(num_samples, keep_first, batch_groups, prompt_width, max_staleness, in_order)
+    options = _Options(
+        num_samples, keep_first, batch_groups, prompt_width, max_staleness, in_order, progress
+    )
     rule = rule_of(decoder, sampling)
     if not isinstance(prompts, Iterable):
         raise TypeError(f"prompts is {prompts!r:.100}; expected an iterable of prompts.")
@@ -209,6 +214,7 @@ class _Options:
     prompt_width: int | None
     max_staleness: int | None
     in_order: bool
+    progress: bool | Report | None
 
 
 def _check(
@@ -289,21 +295,23 @@ class _State:
         Raises:
           Exception: what the feed raised, once all groups were returned that had begun.
         """
-        begun_at = time.perf_counter()
+        begun_at, most = time.perf_counter(), self._options.batch_groups
         run, num_drawn = Run(self._loop, begun_at), 0
-        while True:
-            self._pull()
-            groups = self._ready()
-            if groups:
-                return self._rollout(groups, run, begun_at, num_drawn)
-            if self._loop.has_work:
-                num_drawn += self._step()
-            elif self._feed.is_over:
-                self._feed.raise_error()
-                return None
-            else:
-                assert self._feed.has_none_now, "no row runs, and prompts are left"
-                time.sleep(ASK_AGAIN_S)
+        with self._decoder.showing(self._options.progress) as report:
+            while True:
+                self._pull()
+                groups = self._ready()
+                if groups:
+                    return self._rollout(groups, run, begun_at, num_drawn)
+                if self._loop.has_work:
+                    num_drawn += self._step()
+                    report("groups", min(len(self._ended), most), most)
+                elif self._feed.is_over:
+                    self._feed.raise_error()
+                    return None
+                else:
+                    assert self._feed.has_none_now, "no row runs, and prompts are left"
+                    time.sleep(ASK_AGAIN_S)
 
     def update_params(self, params: Any, version: int | None, recomputes: bool) -> None:
         """See RolloutStream.update_params."""

@@ -9,7 +9,7 @@ import collections
 import math
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ from specjax.rl.environment import (
 from specjax.rl.reporting import ALARM_RATE, Run, alarm, refuse_nonsense
 from specjax.rl.table import Table
 from specjax.runtime.jax_settings import entrance
+from specjax.runtime.progress import Report
 from specjax.types import DecoderParams
 
 _FINISH_REASONS = {STOP: "stop", LENGTH: "length"}  # of turns that an environment replies to
@@ -71,6 +72,7 @@ def rollout_turns(
     completion_width: int | None = None,
     params_version: int | None = None,
     time_budget_s: float | None = None,
+    progress: bool | Report | None = None,
 ) -> Rollout:
     """Samples dialogues: the policy writes a turn, the environment replies, and so on.
 
@@ -104,7 +106,7 @@ def rollout_turns(
         None: as many tokens as the decoder's rows have. A dialogue whose reply does not fit, with
         one token after it or min_tokens, ends with finish reason LENGTH, without that reply.
       time_budget_s: seconds after which the call ends; dialogues are UNFINISHED then.
-      num_samples, seeds, prompt_mask, prompt_width, params_version: as for `rollout`.
+      num_samples, seeds, prompt_mask, prompt_width, params_version, progress: as for `rollout`.
 
     Returns:
       As `rollout`. completion_ids hold the whole dialogue after its prompt, loss_mask the tokens
@@ -152,9 +154,12 @@ def rollout_turns(
     deadline = None if time_budget_s is None else begun_at + time_budget_s
     handed_at = time.perf_counter()
     try:
-        with decoder.using(params, params_version) as loop:
+        with (
+            decoder.using(params, params_version) as loop,
+            decoder.showing(progress) as report,
+        ):
             run = Run(loop, handed_at)
-            dialogues.run(loop, requests, unanswered, deadline)
+            dialogues.run(loop, requests, unanswered, deadline, report)
     finally:
         calls.close()
     refuse_nonsense(table, dialogues.requests)
@@ -234,8 +239,9 @@ class _Dialogues:
         self,
         loop: Loop,
         requests: dict[int, Request],
-        unanswered: Iterable[int],
+        unanswered: Collection[int],
         deadline: float | None,
+        report: Report,
     ) -> None:
         """Runs dialogues to their ends, or until a time.perf_counter().
 
@@ -244,6 +250,7 @@ class _Dialogues:
           unanswered: samples whose newest turn has ended.
         """
         self._loop = loop
+        total = len(requests) + len(unanswered)
         try:
             for index, request in requests.items():
                 self._begin(index, request)
@@ -259,6 +266,7 @@ class _Dialogues:
                     self._take_answer(self._waiting.pop(answer.turn), answer)
                 if loop.has_work:
                     loop.step()
+                report("dialogues", total - len(self._running) - len(self._waiting), total)
         finally:
             loop.pause()  # no row keeps a page, whatever happened
         for request, index in self._running.items():

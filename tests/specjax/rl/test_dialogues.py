@@ -132,6 +132,14 @@ def assert_same(actual, wanted):
 # What it returns
 
 
+def test_a_progress_function_is_told_of_dialogues():
+    told = []
+    talk(max_turns=2, progress=lambda *of: told.append(of))
+    counts = [of[1:] for of in told if of[0] == "dialogues"]
+    assert counts[-1] == (4, 4)
+    assert [done for done, _ in counts] == sorted(done for done, _ in counts)
+
+
 @pytest.mark.full
 def test_masks_say_who_wrote_each_token():
     batch = expected()

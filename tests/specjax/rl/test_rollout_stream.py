@@ -559,6 +559,19 @@ def test_a_feed_that_is_none_is_refused():
         begin(prompts=3)
 
 
+def test_a_progress_function_is_told_of_the_groups_of_each_rollout():
+    told = []
+    with begin(batch_groups=3, progress=lambda *of: told.append(of)) as stream:
+        next(stream)
+        counts = [of[1:] for of in told if of[0] == "groups"]
+        told.clear()
+        next(stream)
+    assert counts[-1] == (3, 3)
+    assert {total for _, total in counts} == {3}
+    later = [done for what, done, _ in told if what == "groups"]
+    assert later == sorted(later)
+
+
 def test_a_closed_stream_is_over():
     stream = begin()
     next(stream)
