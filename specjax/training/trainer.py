@@ -262,14 +262,16 @@ class _Run:
     optimizer: optax.GradientTransformation
     target_params: Params
 
-    def look(self, params: Params, text: TrainingText) -> tuple[float, Figures]:
+    def look(self, params: Params, text: TrainingText, report: Report) -> tuple[float, Figures]:
         """Returns the objective along held-out text, and what that says of some weights."""
         total: Sums | None = None
-        for batch in text.in_order(self.config.rows):
+        for index, batch in enumerate(text.in_order(self.config.rows)):
             placed = self.placed(batch)
             with learning.traced_beside(self.target_params):
                 found = learning.evaluate(self.learner, params, self.target_params, placed)
             total = figures.add(total, found)
+            num_seen = min((index + 1) * self.config.rows, len(text))
+            report("looking at held-out text", num_seen, len(text))
         assert total is not None
         value = float(value_of(self.learner.objective, total))
         return value, figures.figures_of(total)
@@ -322,12 +324,14 @@ def _loop(
 ) -> None:
     """Trains until the last step, for so many seconds, or until held-out text says no more."""
     config, start = run.config, time.perf_counter()
+    look = lambda: _look(run, memory, looked_at, start, bar.report, on_look)
     if not memory.looks:
-        _look(run, memory, looked_at, start, on_look)
+        bar.report("compiling the look at held-out text", 0, 0)
+        look()
     is_late = False
+    bar.report("compiling the update", 0, 0)
     while memory.step < config.steps and not memory.is_stale(config.patience) and not is_late:
         step = memory.step
-        bar.report("training", step, config.steps)
         batch = run.placed(training.batch(step, config.rows, config.seed))
         with learning.traced_beside(run.target_params):
             memory.state, loss = learning.update(
@@ -335,9 +339,10 @@ def _loop(
             )
         _count(memory, float(loss))
         step += 1
+        bar.report("training", step, config.steps)
         is_late = time.perf_counter() - start >= seconds
         if step % config.eval_every == 0 or step == config.steps or is_late:
-            _look(run, memory, looked_at, start, on_look)
+            look()
         has_ended = step == config.steps or memory.is_stale(config.patience) or is_late
         if step % config.checkpoint_every == 0 or has_ended:
             store.save(memory)
@@ -363,9 +368,10 @@ def _look(
     memory: RunMemory,
     looked_at: TrainingText,
     start: float,
+    report: Report,
     on_look: Callable[[Look], None] | None,
 ) -> None:
-    value, found = run.look(memory.state.params, looked_at)
+    value, found = run.look(memory.state.params, looked_at, report)
     if not memory.looks and not math.isfinite(value):
         raise ValueError(
             f"the loss along held-out text is {value} before the first step: the target or the "

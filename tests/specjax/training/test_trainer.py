@@ -1,6 +1,7 @@
 """Training runs of a tiny head: they learn, resume to the bit, and refuse what does not fit."""
 
 import dataclasses
+import itertools
 import json
 import types
 
@@ -97,7 +98,15 @@ def test_it_learns_text_that_the_target_repeats(target):
         eval_every=30,
         objective=Objective(likeliest=1.0, distribution=0.0),
     )
-    trained = train(target, text, config=config, held_out=text)
+    reports = []
+    report = lambda *of: reports.append(of)
+    trained = train(target, text, config=config, held_out=text, progress=report)
+    look, training = "looking at held-out text", "training"
+    assert [what for what, _ in itertools.groupby(of[0] for of in reports)] == [
+        "compiling the look at held-out text",
+        *(look, "compiling the update", training, look, training, look),
+    ]
+    assert {(training, 1, 60), (training, 60, 60), (look, 8, 8)} <= set(reports)
     first, last = trained.looks[0].figures, trained.looks[-1].figures
     assert last.mean_loss < 0.5 * first.mean_loss
     assert last.greedy_length > 2.0 > first.greedy_length
@@ -164,7 +173,7 @@ def test_steps_are_traced_for_the_devices_of_the_target(target, text, monkeypatc
     memory.looks.append(types.SimpleNamespace(loss=0.0))
     idle = types.SimpleNamespace(report=lambda *_: None)
     steps = {
-        "a look": lambda: run.look(state.params, text),
+        "a look": lambda: run.look(state.params, text, idle.report),
         "a step": lambda: trainer._loop(run, None, memory, text, text, idle, None, np.inf),
     }
     for name, step in steps.items():
