@@ -6,6 +6,7 @@ import dataclasses
 import os
 import secrets
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,14 @@ from specjax.models.base import Model
 from specjax.runtime.jax_settings import entrance
 from specjax.runtime.progress import Progress, Report
 
+WARM_S = 10.0  # most seconds of further runs of one way in which its policy settles on a K
+# Reasons of bursts that run while a policy has no K yet; see `engine.metrics.BurstRecord`.
+UNSETTLED = frozenset({"nothing measured yet", "probe", "prompts"})
+_UNSETTLED = (
+    "Too short a text to choose a K: a longer one, or speculative_config={'policy': 'fixed'}, "
+    "shows what drafts bring"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class ComparedDrafter:
@@ -34,9 +43,10 @@ class ComparedDrafter:
     speedup: float  # seconds of plain decoding over these
     mean_acceptance_length: float
     acceptance_rate: float
+    num_drafted: int  # draft tokens of the last repeat; 0: all of it was plain decoding
     num_equal: int  # tokens of all texts before the first that differs from plain decoding
     num_tokens: int  # of the texts of plain decoding
-    why: str  # GenerationStats.why of the last repeat
+    why: str  # GenerationStats.why of the last repeat; and what to change where no K was chosen
 
     @property
     def is_equal(self) -> bool:
@@ -57,9 +67,10 @@ class Comparison:
         lines = [f"{'drafter':{width}}  tokens/s  speedup  tokens/step  accepted  same text"]
         for row in self.rows:
             same = "yes" if row.is_equal else f"{row.num_equal} of {row.num_tokens} tokens"
+            accepted = f"{row.acceptance_rate:.0%}" if row.num_drafted else "-"
             lines.append(
                 f"{row.drafter:{width}}  {row.tokens_per_second:8.1f}  {row.speedup:7.2f}  "
-                f"{row.mean_acceptance_length:11.2f}  {row.acceptance_rate:8.0%}  {same}"
+                f"{row.mean_acceptance_length:11.2f}  {accepted:>8}  {same}"
             )
         lines += [f"{row.drafter}: {row.why}" for row in self.rows if row.why]
         return "\n".join([*lines, f"medians of {self.repeats} runs each, in turn"])
@@ -89,8 +100,9 @@ def compare(
 ) -> Comparison:
     """Generates the same texts with each drafter and without, and measures the seconds.
 
-    Each way runs once before, compiling and learning included, and is not measured. Then all run
-    in turn, `repeats` times, in changing order, so that a machine that slows down favours none.
+    Each way runs before, compiling and learning included, and is not measured: once, and again
+    for up to WARM_S while its policy has chosen no K. Then all run in turn, `repeats` times, in
+    changing order, so that a machine that slows down favours none.
 
     Args:
       target, prompts, sampling: as of `generate`. A prompt without a seed gets one, the same in
@@ -117,15 +129,18 @@ def compare(
     try:
         for turn in range(1 + repeats):
             for name in list(ways) if turn % 2 == 0 else reversed(ways):
-                shown.report("comparing", done, total)
-                run = generation.generate(
-                    model, prompts, sampling=_of_way(name, own), progress=False, **ways[name]
-                )
-                failed = next((each.error for each in run if each.error is not None), None)
-                if failed is not None:
-                    raise ValueError(failed)
-                runs[name].append(run)
                 done += 1
+                at = f"comparing, run {done} of {total} ({name})"
+
+                def run_once(name: str = name, at: str = at) -> Generation:
+                    report = lambda what, *counts: shown.report(f"{at}, {what}", *counts)
+                    options = {"sampling": _of_way(name, own), "progress": report, **ways[name]}
+                    return _checked(generation.generate(model, prompts, **options))
+
+                run, end = run_once(), time.perf_counter() + WARM_S
+                while turn == 0 and not _is_settled(run) and time.perf_counter() < end:
+                    run = run_once()
+                runs[name].append(run)
     finally:
         shown.close()
     measured = {name: all_runs[1:] for name, all_runs in runs.items()}
@@ -133,6 +148,19 @@ def compare(
     plain_s = statistics.median(run.stats.run_s for run in plain)
     rows = tuple(_row(name, each, plain[-1], plain_s) for name, each in measured.items())
     return Comparison(rows, repeats)
+
+
+def _checked(run: Generation) -> Generation:
+    """Raises ValueError if a text of a run failed; returns the run."""
+    failed = next((each.error for each in run if each.error is not None), None)
+    if failed is not None:
+        raise ValueError(failed)
+    return run
+
+
+def _is_settled(run: Generation) -> bool:
+    """Returns whether the policy of a run chose a K, or there was none to choose."""
+    return not run.stats.why or any(d.reason not in UNSETTLED for d in run.stats.decisions)
 
 
 _OF_DRAFTS = ("speculative_config", "num_speculative_tokens", "verification", "policy")
@@ -189,9 +217,10 @@ def _row(
         speedup=plain_s / run_s if run_s else 0.0,
         mean_acceptance_length=last.mean_acceptance_length,
         acceptance_rate=last.acceptance_rate,
+        num_drafted=last.acceptance.num_drafted,
         num_equal=sum(_num_equal(*pair) for pair in zip(runs[-1], plain, strict=True)),
         num_tokens=plain.stats.num_output_tokens,
-        why=last.why,
+        why=last.why if _is_settled(runs[-1]) else f"{last.why}. {_UNSETTLED}",
     )
 
 

@@ -14,6 +14,7 @@ from specjax.config.speculation import SpeculationConfig
 if TYPE_CHECKING:
     from specjax.api.generation import Generation
     from specjax.models.base import Model
+    from specjax.runtime.progress import Report
 
 SAME_TEXT = ("seeded", "greedy", "delta")  # rules whose text is that of plain decoding
 TURNS = 3  # of each
@@ -60,7 +61,11 @@ def is_wanted(
 
 
 def of(
-    target: Model, entries: Sequence[PromptEntry], result: Generation, call: Mapping[str, Any]
+    target: Model,
+    entries: Sequence[PromptEntry],
+    result: Generation,
+    call: Mapping[str, Any],
+    progress: Report,
 ) -> str:
     """Decodes the prompts again with and without drafts, in turn, with the seeds of a result;
     returns what to say.
@@ -77,10 +82,11 @@ def of(
         [call["drafter"]],
         sampling=[dataclasses.replace(each.sampling, seed=each.seed) for each in result],  # pyright: ignore
         repeats=TURNS if result.stats.run_s < LONG_S else 1,
-        progress=False,
+        progress=progress,
         **options,
     ).rows
-    return line(plain.run_s, drafted.run_s, drafted.num_equal, drafted.num_tokens)
+    said = line(plain.run_s, drafted.run_s, drafted.num_equal, drafted.num_tokens)
+    return said if drafted.num_drafted else f"{said}\n{drafted.why}"
 
 
 def line(plain_s: float, drafted_s: float, num_equal: int, num_tokens: int) -> str:

@@ -301,9 +301,11 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
             _write_result(arguments, entries, result, target, drafter)
         code = _report(arguments, entries, result)
         if comparison.is_wanted(arguments, is_streamed, result):
-            status.show("decoding again with and without drafts, to compare")
-            line = comparison.of(target, entries, result, call)
-            status.clear()
+            again = terminal.Status()  # that of the text has ended
+            try:
+                line = comparison.of(target, entries, result, call, again.report)
+            finally:
+                again.clear()
             print(line, file=sys.stderr)
     except ValueError as error:
         raise ValueError(_with_source(str(error), entries)) from error

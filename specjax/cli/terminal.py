@@ -127,7 +127,7 @@ class Status:
 
     def report(self, what: str, done: int, total: int) -> None:
         """Shows how far something is; a `specjax.runtime.progress.Report`."""
-        self.show(f"{what}: {done} of {total} tokens" if total else what)
+        self.show(f"{what}: {done} of {total}" if total else what)
 
     def end(self) -> None:
         """Clears the line for good: text follows."""

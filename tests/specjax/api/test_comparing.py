@@ -6,7 +6,7 @@ import pytest
 from helpers import ENGINE, tiny_llama
 
 import specjax
-from specjax.api import generation
+from specjax.api import comparing, generation
 
 PROMPTS = [[1, 2, 3, 1, 2, 3], [4, 5]]
 
@@ -14,19 +14,21 @@ PROMPTS = [[1, 2, 3, 1, 2, 3], [4, 5]]
 class _Run(list):
     """What `generate` returns, of one text."""
 
-    def __init__(self, run_s, token_ids):
+    def __init__(self, run_s, token_ids, reasons=()):
         super().__init__([types.SimpleNamespace(token_ids=token_ids, error=None)])
         self.stats = types.SimpleNamespace(
             run_s=run_s,
             num_output_tokens=2,
             mean_acceptance_length=1.5,
             acceptance_rate=0.5,
-            why="",
+            acceptance=types.SimpleNamespace(num_drafted=2 if reasons else 0),
+            why="K = ..." if reasons else "",
+            decisions=[types.SimpleNamespace(reason=reason) for reason in reasons],
         )
 
 
 def test_first_runs_are_left_out_and_who_begins_changes(monkeypatch):
-    ran, seeds = [], set()
+    ran, seeds, reports = [], set(), []
     seconds = {"none": iter([9.0, 4.0, 8.0, 4.0]), "ngram": iter([7.0, 2.0, 1.0, 2.0])}
 
     def generate(target, prompts, *, sampling, drafter, progress, engine, verification=None):
@@ -36,7 +38,7 @@ def test_first_runs_are_left_out_and_who_begins_changes(monkeypatch):
         # Without drafts a prompt's own number of them means nothing, and would be warned of.
         assert sampling[0].num_speculative_tokens == (None if name == "none" else 3)
         assert verification == (None if name == "none" else "seeded")
-        assert progress is False
+        progress("prefill", 1, 2)
         return _Run(next(seconds[name]), [1, 2] if name == "none" else [1, 3])
 
     monkeypatch.setattr(generation, "generate", generate)
@@ -47,7 +49,12 @@ def test_first_runs_are_left_out_and_who_begins_changes(monkeypatch):
         sampling={"num_speculative_tokens": 3},
         engine=ENGINE,
         verification="seeded",
+        progress=lambda *of: reports.append(of),
     )
+    assert reports[:2] == [
+        ("comparing, run 1 of 8 (none), prefill", 1, 2),
+        ("comparing, run 2 of 8 (ngram), prefill", 1, 2),
+    ]
     assert ran == ["none", "ngram", "ngram", "none"] * 2
     assert len(seeds) == 1
     plain, drafted = told.rows
@@ -56,8 +63,33 @@ def test_first_runs_are_left_out_and_who_begins_changes(monkeypatch):
     assert plain.is_equal
     assert (drafted.num_equal, drafted.num_tokens, drafted.is_equal) == (1, 2, False)
     lines = repr(told).splitlines()
-    assert lines[2].split() == ["ngram", "1.0", "2.00", "1.50", "50%", "1", "of", "2", "tokens"]
+    assert lines[2].split() == ["ngram", "1.0", "2.00", "1.50", "-", "1", "of", "2", "tokens"]
     assert lines[-1] == "medians of 3 runs each, in turn"
+
+
+def test_a_drafter_runs_again_before_until_its_policy_has_chosen(monkeypatch):
+    settles_after, num_runs = 3, 0
+
+    def generate(target, prompts, *, drafter, **_):
+        nonlocal num_runs
+        name = getattr(drafter, "name", drafter)
+        if name == "none":
+            return _Run(1.0, [1, 2])
+        num_runs += 1
+        return _Run(1.0, [1, 2], ["goodput" if num_runs > settles_after else "probe"])
+
+    monkeypatch.setattr(generation, "generate", generate)
+    compared = lambda: specjax.compare(tiny_llama(0), PROMPTS[:1], repeats=2, engine=ENGINE)
+    told = compared()
+    assert num_runs == settles_after + 1 + 2
+    assert told.rows[1].why == "K = ..."
+    assert repr(told).splitlines()[2].split()[-2:] == ["50%", "yes"]
+    # A policy that never chooses is said to have chosen nothing.
+    monkeypatch.setattr(comparing, "WARM_S", 0.01)
+    settles_after, num_runs = 10**6, 0
+    told = compared()
+    assert num_runs > 2 + 2
+    assert "Too short a text to choose a K" in repr(told)
 
 
 def test_what_cannot_be_compared_is_refused():

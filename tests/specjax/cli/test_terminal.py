@@ -136,7 +136,7 @@ def test_status_reports_until_text_follows(monkeypatch):
     status.report("compiling the burst", 0, 0)
     status.report("prefill", 64, 500)
     assert "compiling the burst ..." in stream.getvalue()
-    assert "prefill: 64 of 500 tokens ..." in stream.getvalue()
+    assert "prefill: 64 of 500 ..." in stream.getvalue()
     status.end()
     written = stream.getvalue()
     status.report("tokens", 1, 16)
