@@ -19,7 +19,10 @@ def __getattr__(name: str) -> Any:
     if name in ("testing", "training"):  # modules with names of their own
         return importlib.import_module(f"specjax.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from specjax.config.names import suggestion
+
+        hint = "" if name.startswith("_") else suggestion(name, __all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from specjax.config.keywords import INSTEAD, meant
-from specjax.config.names import suggestion
+from specjax.config.keywords import INSTEAD, OPTIONS, RENAMED, holder
+from specjax.config.names import closest, suggestion
 
 EXIT_BAD_INPUT = 2
 _BAD_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
@@ -35,12 +35,10 @@ class Parser(argparse.ArgumentParser):
         }
         shown = []
         for argument in unknown:
-            name = _as_keyword(argument.partition("=")[0])
-            if argument.startswith("--"):
-                near = meant(name, options)
-                argument += f" ({INSTEAD[name]})" if name in INSTEAD else ""
-                argument += "" if near is None else f" (did you mean {options[near]!r}?)"
-            shown.append(argument)
+            hint = ""
+            if argument.startswith("-"):
+                hint = _hint(_as_keyword(argument.partition("=")[0]), options)
+            shown.append(argument + hint)
         return " ".join(shown)
 
     def error(self, message: str) -> NoReturn:
@@ -49,6 +47,23 @@ class Parser(argparse.ArgumentParser):
             choices = [choice.strip(" '") for choice in wrong[2].split(",")]
             message += suggestion(wrong[1], choices)
         self.exit(EXIT_BAD_INPUT, f"specjax: error: {message}; see {self.prog} -h\n")
+
+
+def _hint(name: str, options: Mapping[str, str]) -> str:
+    """Returns what to write in place of an unknown option, or nothing.
+
+    Args:
+      options: those that are known, by keyword.
+    """
+    for near in f"{OPTIONS.get(name, '')} {RENAMED.get(name, '')}".split():
+        if near in options:
+            return f" (did you mean {options[near]!r}?)"
+    if name in INSTEAD:
+        return f" ({INSTEAD[name]})"
+    if (argument := holder(name)) in options:
+        return f" (write {options[argument]} '{{\"{name}\": ...}}')"
+    near = name if name in options else closest(name, options)
+    return "" if near is None else f" (did you mean {options[near]!r}?)"
 
 
 def _as_keyword(option: str) -> str:

@@ -93,10 +93,7 @@ def _title(document: dict[str, Any]) -> str:
     chips = f"{document['num_chips']} chip" + "s" * (document["num_chips"] > 1)
     drafter = document["drafter"]
     drafter = "without a drafter" if drafter == NO_DRAFTER else f"with {drafter}"
-    return (
-        f"{document['model']} {drafter} on {document['device']}, {chips}, "
-        f"{document['dtype']}"
-    )
+    return f"{document['model']} {drafter} on {document['device']}, {chips}, {document['dtype']}"
 
 
 def _steps(plan: Estimate, document: dict[str, Any]) -> list[str]:

@@ -74,7 +74,7 @@ def read_file(path: str) -> Iterator[PromptEntry]:
     except OSError as error:
         raise ValueError(
             f"--prompts {path} cannot be read ({_reason(error)}); give a file with a JSON value "
-            'per line, or "-" for stdin.'
+            'per line, or "-" for stdin. A prompt itself is written without --prompts.'
         ) from None
     with lines:
         yield from _read_lines(path, lines)

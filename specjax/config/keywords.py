@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from specjax.config.checks import shown
-from specjax.config.names import SIMILARITY, closest
+from specjax.config.names import ELSEWHERE, SIMILARITY, closest
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Config = TypeVar("Config")
@@ -23,6 +23,8 @@ RENAMED = {
     "num_predict": "max_tokens",
     "min_new_tokens": "min_tokens",
     "num_return_sequences": "n",
+    "num_samples": "n",
+    "temp": "temperature",
     "stop_strings": "stop",
     "stop_sequences": "stop",
     "repeat_penalty": "repetition_penalty",
@@ -66,14 +68,36 @@ RENAMED = {
     "speculation": "speculative_config",
     "torch_dtype": "dtype",
 }
+# Likewise, of options of command lines alone.
+OPTIONS = {
+    **dict.fromkeys(("prompt_file", "prompts_file", "input", "input_file", "file"), "prompts"),
+    **dict.fromkeys(("output_file", "output_dir", "o"), "output out"),
+    "output": "out",
+    "out": "output",
+    "target": "model",
+    "model": "target",
+    "m": "model target",
+    "batch_size": "max_rows rows",
+    **dict.fromkeys(("tensor_parallel_size", "tp_size", "tp"), "tensor_parallel"),
+    **dict.fromkeys(("epochs", "num_epochs", "num_steps", "max_steps"), "steps"),
+    "lr": "learning_rate",
+}
 _NOT_STRUCTURED = (
     "text is not held to a grammar here; allowed_token_ids restricts tokens, and n draws several "
     "texts to choose from"
 )
 _NO_BEAMS = "there is no beam search; n draws several texts, logprobs tells which is likelier"
-_MESH = "pass a jax mesh with an axis 'tensor' or 'data' as mesh="
-_PRINTED = "specjax.stream yields text as it comes"
-_CHAT = "specjax.Chat(messages, ...) is a prompt with arguments of the chat template"
+_MESH = "pass a jax mesh with an axis 'tensor' or 'data' as mesh=; `--mesh tensor=2` makes one"
+_PRINTED = "specjax.stream yields text as it comes; `specjax generate` writes one prompt's so"
+_CHAT = (
+    "specjax.Chat(messages, ...) is a prompt with arguments of the chat template; "
+    "--chat-arguments JSON on the command line"
+)
+_MESSAGES = (
+    'a list of messages of any role is a prompt; on the command line "messages" in a line of '
+    "--prompts"
+)
+_LOGGED = "the logger 'specjax' says at level INFO what was compiled, and why K was what it was"
 # Names without an equal here, and what to do instead.
 INSTEAD = {
     "do_sample": "do_sample=False is temperature=0 of SamplingParams, do_sample=True any other",
@@ -115,7 +139,13 @@ INSTEAD = {
     "output_scores": "logprobs=k returns those of the chosen and the k likeliest tokens",
     "output_logits": "logprobs=k returns those of the chosen and the k likeliest tokens",
     "return_dict_in_generate": "results always carry text, ids and statistics; leave it out",
-    "streamer": _PRINTED,
+    **dict.fromkeys(("streamer", "stream", "streaming"), _PRINTED),
+    "greedy": "temperature 0 takes the likeliest token",
+    **dict.fromkeys(("system", "system_prompt"), _MESSAGES),
+    "interactive": ELSEWHERE["interactive"],
+    **dict.fromkeys(("verbose", "log_level"), _LOGGED),
+    "quiet": "bars are shown on a terminal alone; progress=False of a program turns them off",
+    "enable_thinking": _CHAT,
     "max_time": "deadline_s of Engine.add, or time_budget_s of rollout, ends a text in time",
     "timeout": "deadline_s of Engine.add, or time_budget_s of rollout, ends a text in time",
     "use_cache": "keys and values are always kept; leave it out",
@@ -138,6 +168,8 @@ INSTEAD = {
     "tensor_parallel_size": _MESH,
     "data_parallel_size": _MESH,
     "tp_size": _MESH,
+    "tp": _MESH,
+    "tensor_parallel": _MESH,
     "dp_size": _MESH,
     "device_map": _MESH,
     "device": "arrays go to jax's default device, or over a mesh=",
@@ -155,6 +187,11 @@ def meant(name: str, known: Collection[str], similarity: float = SIMILARITY) -> 
     """Returns the known name of the same meaning, or that `name` misspells; None if neither."""
     renamed = next((own for own in _renamed(name) if own in known), None)
     return closest(name, known, similarity) if renamed is None else renamed
+
+
+def holder(field: str) -> str | None:
+    """Returns the argument of functions that takes a mapping with this field, or None."""
+    return next((argument for argument, held in _fields_of.items() if field in held), None)
 
 
 def _renamed(name: str) -> list[str]:

@@ -38,6 +38,39 @@ Method: TypeAlias = Literal[
     "medusa",
     "mlp_speculator",
 ]
+# Names of drafters, commands and classes of other libraries and programs, and what is here.
+ELSEWHERE = {
+    "suffix": "'history' reads on in earlier texts, 'ngram' in the text itself",
+    "prompt_lookup": "'ngram' reads on in the text itself",
+    **dict.fromkeys(
+        ("serve", "server"),
+        "examples/server.py of the repository serves OpenAI's clients, specjax.Engine a program",
+    ),
+    **dict.fromkeys(
+        ("chat", "interactive"),
+        "examples/chat.py of the repository is a chat on a terminal, `specjax generate --chat` "
+        "sends one message, specjax.Chat is a prompt of messages",
+    ),
+    "compare": "`specjax generate --compare`, or specjax.compare in a program",
+    "stream": "`specjax generate` writes the text of one prompt as it comes",
+    **dict.fromkeys(("run", "complete", "infer", "pipeline"), "`specjax generate`"),
+    **dict.fromkeys(("rollout", "score"), "specjax.rollout and specjax.score, in a program"),
+    **dict.fromkeys(
+        ("download", "pull"), "`--model org/name` is fetched from the Hugging Face Hub"
+    ),
+    **dict.fromkeys(("quantize", "convert"), "specjax.save_pretrained(..., stored='int8')"),
+    **dict.fromkeys(("info", "show"), "`specjax inspect`"),
+    "calibrate": "`specjax bench --calibrate`",
+    **dict.fromkeys(("train", "finetune"), "`specjax train`, specjax.training.train in a program"),
+    "version": "`specjax --version`",
+    **dict.fromkeys(
+        ("LLM", "LLMEngine", "AsyncLLM", "AsyncLLMEngine"),
+        "specjax.generate takes prompts at once, specjax.Engine requests that come and go",
+    ),
+    **dict.fromkeys(("AutoModelForCausalLM", "from_pretrained", "load"), "specjax.load_model"),
+    **dict.fromkeys(("AutoTokenizer", "Tokenizer"), "specjax.load_model(path).tokenizer"),
+    "GenerationConfig": "specjax.SamplingParams",
+}
 SIMILARITY = 0.6  # similarity of names, 0 to 1, from which one is suggested for the other
 
 
@@ -48,7 +81,10 @@ def closest(name: str, known: Iterable[str], similarity: float = SIMILARITY) -> 
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Returns " (did you mean ...?)" for a misspelt name, else nothing."""
+    """Returns " (did you mean ...?)" for a misspelt name, or what is here in place of a name of
+    ELSEWHERE; else nothing."""
+    if name in ELSEWHERE:
+        return f" ({ELSEWHERE[name]})"
     meant = closest(name, known)
     return "" if meant is None else f" (did you mean {meant!r}?)"
 

@@ -542,7 +542,10 @@ def build_decoder(
     elif isinstance(target, ModelConfig):
         given = Model(target, {}, name=target.family)
     else:
-        raise TypeError(f"target must be a ModelConfig or a Model, got {type(target).__name__}.")
+        raise TypeError(
+            f"target is {target!r:.100}; expected a Model, as specjax.load_model returns, or its "
+            "config."
+        )
     shapes = abstract_weights(given.config, jnp.dtype(dtype or jnp.float32))
     setup = Setup.of(
         dataclasses.replace(given, params=shapes),

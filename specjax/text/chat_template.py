@@ -69,7 +69,8 @@ def chosen(templates: str | Mapping[str, str] | None, asked: str | None, has_too
     if not named:
         raise ValueError(
             "this tokenizer has no chat template; add chat_template.jinja to the model's folder, "
-            "pass chat_template=, or pass the prompt as text."
+            "pass chat_template= (--chat-arguments '{\"chat_template\": ...}' on the command "
+            "line), or pass the prompt as text."
         )
     name = "tool_use" if has_tools and "tool_use" in named else "default"
     if name not in named:

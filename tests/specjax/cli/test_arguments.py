@@ -13,6 +13,7 @@ import pytest
 from specjax import SamplingParams, demo
 from specjax.cli import generate_command, prompts, sampling_arguments, terminal
 from specjax.cli.main import build_parser, main
+from specjax.config import keywords
 from specjax.models.hf_config import SAMPLING_KEYS
 
 EVERY_OPTION = shlex.split(
@@ -185,6 +186,20 @@ def test_unknown_command_is_one_line(capsys):
     with pytest.raises(SystemExit):
         main(["genrate", "x"])
     assert "(did you mean 'generate'?)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serve"])
+    assert "(examples/server.py of the repository serves" in capsys.readouterr().err
+
+
+def test_what_options_of_other_programs_are_called_here_exists():
+    parser = build_parser()
+    (commands,) = (action for action in parser._actions if isinstance(action.choices, dict))
+    known = {
+        option.lstrip("-").replace("-", "_")
+        for command in commands.choices.values()
+        for option in command._option_string_actions
+    }
+    assert set(" ".join(keywords.OPTIONS.values()).split()) <= known
 
 
 @pytest.mark.parametrize("command", ["plan", "bench"])
@@ -419,6 +434,12 @@ def test_options_of_other_programs_say_what_to_write(capsys):
         "--max-new-tokens": "(did you mean '--max-tokens'?)",
         "--temprature": "(did you mean '--temperature'?)",
         "--do-sample": "do_sample=False is temperature=0",
+        "--num-samples": "(did you mean '--n'?)",
+        "-m": "(did you mean '--model'?)",
+        "--stream": "`specjax generate` writes one prompt's so",
+        "--tensor-parallel-size": "`--mesh tensor=2` makes one",
+        "--enable-thinking": "--chat-arguments JSON",
+        "--policy": "(write --speculative-config '{\"policy\": ...}')",
         "--guided-json": "text is not held to a grammar",
     }.items():
         with pytest.raises(SystemExit):

@@ -50,6 +50,21 @@ def test_a_drafter_called_none_is_plain_decoding():
     assert not specjax.load_drafter("none", tiny_llama(0)).can_draft
 
 
+def test_names_of_other_libraries_say_what_is_here():
+    with pytest.raises(ValueError, match=r"'suffix' is unknown \('history' reads on"):
+        check_drafter("suffix")
+    for name, said in {
+        "LLM": "(specjax.generate takes prompts at once, specjax.Engine requests",
+        "SpeculativeConfig": "(did you mean 'SpeculationConfig'?)",
+        "Nothing": "no attribute 'Nothing'",
+    }.items():
+        with pytest.raises(AttributeError) as raised:
+            getattr(specjax, name)
+        assert said in str(raised.value)
+    with pytest.raises(TypeError, match=r"target is 'demo'; expected a Model, as specjax.load_mo"):
+        specjax.build_decoder("demo")
+
+
 def test_what_is_like_nothing_is_no_misspelling():
     assert closest("surprise", ["ngram", "history"]) is None
     assert suggestion("surprise", ["ngram", "history"]) == ""
