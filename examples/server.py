@@ -24,6 +24,7 @@ import specjax
 MOST_BYTES = 10_000_000  # of a request's body
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "seed", "n"}
 SAMPLING |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"}
+SAMPLING |= {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
 OTHERS = {"model", "prompt", "messages", "stream", "stream_options", "user"}
 
 

@@ -46,7 +46,7 @@ from specjax.drafters.guard import DrafterError
 from specjax.drafters.loading import DrafterSource, LoadedDrafter, load_drafter
 from specjax.engine.loop import Loop
 from specjax.engine.request import Request
-from specjax.layouts.tables import Layout
+from specjax.layouts.tables import Layout, LayoutName
 from specjax.models import families
 from specjax.models.base import Model
 from specjax.models.layers import product_width
@@ -490,7 +490,7 @@ class Setup:
             return self.drafter.params
         return self.drafter.spec.abstract_params(self.target.config, self._dtype)
 
-    def handed_weights(self, layout: str | Layout) -> HandedWeights:
+    def handed_weights(self, layout: LayoutName | Layout) -> HandedWeights:
         """Returns what takes weights of a layout for the steps of this setup.
 
         Raises:

@@ -35,7 +35,7 @@ from specjax.engine.adapting import AdaptStats
 from specjax.engine.loop import Loop
 from specjax.engine.recovery import INTERRUPTED
 from specjax.engine.request import AcceptanceCounts, Request
-from specjax.layouts.tables import Layout
+from specjax.layouts.tables import Layout, LayoutName
 from specjax.models.base import Model, Params
 from specjax.models.mesh_axes import MeshAxisMap
 from specjax.planning.memory_model import MemoryPlan
@@ -79,7 +79,7 @@ class Engine:
         policy: SpeculationPolicy | None = None,
         mesh: Mesh | None = None,
         mesh_axes: MeshAxisMap | None = None,
-        layout: str | Layout = "specjax",
+        layout: LayoutName | Layout = "specjax",
         adapt: Adaptation | None = None,
         progress: bool | Report | None = None,
     ):

@@ -19,7 +19,7 @@ from specjax.api.moved_weights import (
 from specjax.layouts.converting import matching
 from specjax.layouts.named import variants
 from specjax.layouts.operations import Heads, Transposed
-from specjax.layouts.tables import Layout, Leaves, Place, leaves_of, leaves_with_names
+from specjax.layouts.tables import Layout, LayoutName, Leaves, Place, leaves_of, leaves_with_names
 from specjax.models.base import ModelConfig, Params
 from specjax.models.views import View
 
@@ -35,7 +35,7 @@ class GivenWeights:
 
     def __init__(
         self,
-        layout: str | Layout,
+        layout: LayoutName | Layout,
         config: ModelConfig,
         shapes: Params,
         places: Any = None,
@@ -52,7 +52,8 @@ class GivenWeights:
           ValueError, NotImplementedError: the layout does not fit the config.
         """
         variants(layout, config)
-        self.layout, self._config, self._viewed = layout, config, viewed
+        self.layout: LayoutName | Layout = layout
+        self._config, self._viewed = config, viewed
         self._structure = jax.tree.structure(shapes)
         self._leaves = leaves_with_places(shapes, places)
         self._names = [(name, number) for name, number, _ in leaves_with_names(shapes)]

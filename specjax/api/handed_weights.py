@@ -10,7 +10,7 @@ import jax
 from specjax.api.given_weights import GivenWeights, drafter_mover
 from specjax.api.moved_weights import WeightMover
 from specjax.config.checks import is_int
-from specjax.layouts.tables import Layout, leaves_of
+from specjax.layouts.tables import Layout, LayoutName, leaves_of
 from specjax.models.abstract import tree_difference
 from specjax.models.base import ModelConfig, Params
 from specjax.models.views import is_view, matrices_of
@@ -78,7 +78,7 @@ class HandedWeights:
 
     def __init__(
         self,
-        layout: str | Layout,
+        layout: LayoutName | Layout,
         config: ModelConfig,
         *,
         target: Any,
@@ -95,7 +95,7 @@ class HandedWeights:
         self.version = 0
 
     @property
-    def layout(self) -> str | Layout:
+    def layout(self) -> LayoutName | Layout:
         """Layout of the target's weights."""
         return self._given.layout
 

@@ -18,7 +18,7 @@ from specjax.checkpoints.stored_tree import is_remote, read_bytes
 from specjax.drafters.base import DrafterSpec
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.layouts.named import NAMES
-from specjax.layouts.tables import Layout
+from specjax.layouts.tables import Layout, LayoutName
 from specjax.models.base import Json, Model, ModelConfig
 from specjax.models.hf_config import read_config, sampling_defaults, with_eos_of
 from specjax.models.loading import resolve_folder, weight_dtype
@@ -37,7 +37,7 @@ def load_orbax(
     mesh: Mesh | None = None,
     mesh_axes: MeshAxisMap | None = None,
     dtype: DTypeLike | None = None,
-    layout: str | Layout = OWN_LAYOUT,
+    layout: LayoutName | Layout = OWN_LAYOUT,
     config: ModelConfig | str | os.PathLike[str] | None = None,
     step: int | None = None,
     root: str | None = None,
@@ -184,7 +184,7 @@ def _check_no_target(found: folders.Found, target: Model | None) -> None:
         )
 
 
-def _check_own(found: folders.Found, layout: str | Layout, root: str | None) -> None:
+def _check_own(found: folders.Found, layout: LayoutName | Layout, root: str | None) -> None:
     """Raises ValueError for arguments that are for checkpoints of trainers."""
     if layout != OWN_LAYOUT or root is not None:
         raise ValueError(

@@ -25,7 +25,7 @@ from specjax.checkpoints.tree_root import find_root, shown
 from specjax.layouts.converting import matching
 from specjax.layouts.named import variants
 from specjax.layouts.operations import Bounds
-from specjax.layouts.tables import Layout, Place, name_of
+from specjax.layouts.tables import Layout, LayoutName, Place, name_of
 from specjax.models.base import ModelConfig, Params
 from specjax.models.loading import places_of, read_onto, weight_dtype
 from specjax.models.mesh_axes import MeshAxisMap
@@ -47,7 +47,7 @@ ONE_DEVICE = Devices()
 
 def restore_model(
     folder: epath.Path,
-    layout: str | Layout,
+    layout: LayoutName | Layout,
     config: ModelConfig,
     *,
     root: str | None = None,

@@ -60,7 +60,7 @@ def _hint(name: str, options: Mapping[str, str]) -> str:
             return f" (did you mean {options[near]!r}?)"
     if name in INSTEAD:
         return f" ({INSTEAD[name]})"
-    if (argument := holder(name)) in options:
+    if (argument := holder(name)) is not None and argument in options:
         return f" (write {options[argument]} '{{\"{name}\": ...}}')"
     near = name if name in options else closest(name, options)
     return "" if near is None else f" (did you mean {options[near]!r}?)"

@@ -7,15 +7,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from specjax.cli.parser import at_least, layer_ids
+from specjax.config.names import OptimizerName, TrainedKind
 
-# Of `specjax.training.kinds`, which takes seconds to import.
-KINDS = (
-    *("eagle3", "p-eagle", "eagle", "mtp", "dflash", "dspark"),
-    *("medusa", "mlp_speculator", "draft_model"),
-)
+KINDS = get_args(TrainedKind)
 RUN_FOLDER = "training"  # beside the drafter: checkpoints, own text, plot
 
 
@@ -145,7 +142,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--optimizer",
-        choices=("muon", "adamw"),
+        choices=get_args(OptimizerName),
         default="muon",
         help="(default %(default)s)",
     )

@@ -38,6 +38,19 @@ Method: TypeAlias = Literal[
     "medusa",
     "mlp_speculator",
 ]
+# What can be trained, and by which optimisers.
+TrainedKind: TypeAlias = Literal[
+    "eagle3",
+    "p-eagle",
+    "eagle",
+    "mtp",
+    "dflash",
+    "dspark",
+    "medusa",
+    "mlp_speculator",
+    "draft_model",
+]
+OptimizerName: TypeAlias = Literal["muon", "adamw"]
 # Names of drafters, commands and classes of other libraries and programs, and what is here.
 ELSEWHERE = {
     "suffix": "'history' reads on in earlier texts, 'ngram' in the text itself",

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from specjax.layouts.named import NAMES, variants
-from specjax.layouts.tables import ROOT, Layout, Leaves, leaves_of, nested, unrooted
+from specjax.layouts.tables import ROOT, Layout, LayoutName, Leaves, leaves_of, nested, unrooted
 from specjax.models.base import ModelConfig, Params
 
 MOST_SHOWN = 10  # differing leaves of a message
@@ -19,7 +19,7 @@ _REMEDY = (
 )
 
 
-def convert(tree: Any, layout: str | Layout, config: ModelConfig) -> Params:
+def convert(tree: Any, layout: LayoutName | Layout, config: ModelConfig) -> Params:
     """Returns specjax's tree of weights from a tree in another layout.
 
     Pure, traceable and differentiable. Inside jit, transpositions fold into the products that
@@ -45,7 +45,9 @@ def convert(tree: Any, layout: str | Layout, config: ModelConfig) -> Params:
     return matching(leaves, layout, config, "tree").to_ours(leaves, config)
 
 
-def convert_back(params: Params, layout: str | Layout, config: ModelConfig) -> dict[Any, Any]:
+def convert_back(
+    params: Params, layout: LayoutName | Layout, config: ModelConfig
+) -> dict[Any, Any]:
     """Returns a tree in another layout from specjax's; the inverse of `convert`.
 
     Where values are only moved, there and back gives equal bits.
@@ -72,7 +74,7 @@ def convert_back(params: Params, layout: str | Layout, config: ModelConfig) -> d
 
 def matching(
     leaves: Leaves,
-    layout: str | Layout,
+    layout: LayoutName | Layout,
     config: ModelConfig,
     what: str,
     *,

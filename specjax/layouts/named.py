@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specjax.layouts.operations import Heads, Interleaved, Operation, Scaled, Transposed
-from specjax.layouts.tables import LAYER, Layout, Place, leaves_with_names
+from specjax.layouts.tables import LAYER, Layout, LayoutName, Place, leaves_with_names
 from specjax.models.base import ModelConfig
 from specjax.models.families import class_names
 
@@ -146,7 +146,7 @@ def maxtext(
 
 
 # What a name stands for: the first is what `convert_back` gives, and `convert` takes any.
-_VARIANTS: dict[str, tuple[Callable[[ModelConfig], Layout], ...]] = {
+_VARIANTS: dict[LayoutName, tuple[Callable[[ModelConfig], Layout], ...]] = {
     "specjax": (specjax_own, lambda config: specjax_own(config, is_stacked=True)),
     "nnx": tuple(
         lambda config, stacked=stacked, heads=heads: nnx(
@@ -171,7 +171,7 @@ NAMES = tuple(_VARIANTS)
 _OF_OTHER_FAMILIES = {"gemma": "google-deepmind/gemma (transformer/layer_0/attn/q_einsum/w)"}
 
 
-def variants(layout: str | Layout, config: ModelConfig) -> tuple[Layout, ...]:
+def variants(layout: LayoutName | Layout, config: ModelConfig) -> tuple[Layout, ...]:
     """Returns the layouts that a name stands for; a Layout stands for itself.
 
     Raises:

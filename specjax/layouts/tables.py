@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from specjax.models.base import ModelConfig
 LAYER = "{layer}"
 ROOT = "params"  # what flax linen wraps its weights in
 
+# Layouts that have a name here; see `layouts.named`.
+LayoutName: TypeAlias = Literal["specjax", "nnx", "linen", "tunix", "maxtext"]
 Leaves = Mapping[str, Any]  # arrays by path, "layers.0.q_proj.kernel"
 
 

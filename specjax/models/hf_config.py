@@ -204,8 +204,16 @@ def _model_type(raw: Json) -> str:
             f"supported; expected one of {supported}. A program adds a family of its own with "
             "specjax.models.register; docs/adding-a-model.md says how."
         )
-    is_other = not {*classes}.isdisjoint(by_class) or not all(map(_MAY_BE_MODEL, classes))
-    if classes and known[model_type].lower() not in classes and is_other:
+    if not classes or known[model_type].lower() in classes:
+        return model_type
+    others = [by_class[name] for name in classes if name in by_class]
+    if others:
+        raise ValueError(
+            f"architectures={shown(architectures)} is the class of model_type={others[0]!r}, and "
+            f"model_type={model_type!r} has {known[model_type]}: they are of two families. "
+            "Correct the one that is wrong."
+        )
+    if not all(map(_MAY_BE_MODEL, classes)):
         raise ValueError(
             f"architectures={shown(architectures)} is not supported as a language model; "
             f"expected one of "

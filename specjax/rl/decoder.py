@@ -35,7 +35,7 @@ from specjax.engine.loop import Loop
 from specjax.engine.metrics import BurstRecord
 from specjax.engine.request import Request
 from specjax.engine.text_feed import group_of
-from specjax.layouts.tables import Layout
+from specjax.layouts.tables import Layout, LayoutName
 from specjax.models.abstract import abstract_weights
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.mesh_axes import MeshAxisMap, axes_by_name
@@ -74,7 +74,7 @@ class RolloutDecoder:
         policy: SpeculationPolicy | None,
         mesh: Mesh | None = None,
         mesh_axes: MeshAxisMap | None = None,
-        layout: str | Layout = "specjax",
+        layout: LayoutName | Layout = "specjax",
     ):
         """Use `build_decoder`."""
         self._setup = setup
@@ -105,7 +105,7 @@ class RolloutDecoder:
         return dataclasses.replace(self.config, activation_dtype=kept)
 
     @property
-    def layout(self) -> str | Layout:
+    def layout(self) -> LayoutName | Layout:
         """Layout of the weights that rollouts take."""
         return self._handed.layout
 
@@ -499,7 +499,7 @@ def build_decoder(
     mesh: Mesh | None = None,
     mesh_axes: MeshAxisMap | None = None,
     dtype: DTypeLike | None = None,
-    layout: str | Layout = "specjax",
+    layout: LayoutName | Layout = "specjax",
     shares_steps: bool = False,
 ) -> RolloutDecoder:
     """Returns a decoder for `rollout`; compiles nothing yet.

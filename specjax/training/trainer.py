@@ -18,6 +18,7 @@ import optax
 from specjax import optimizers
 from specjax.checkpoints.pretrained import save_pretrained
 from specjax.config.checks import is_int, is_number
+from specjax.config.names import OptimizerName, TrainedKind
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.drafters.spec import ModelDrafter
 from specjax.models.base import Model, Params
@@ -62,7 +63,7 @@ class TrainingConfig:
     depth: int = 4
     rows: int = 8
     steps: int = 1000
-    optimizer: str = "muon"
+    optimizer: OptimizerName = "muon"
     learning_rate: float | None = None
     warmup: int = 20
     decay: int | None = None
@@ -155,7 +156,7 @@ class Trained:
 def train(
     target: Model,
     text: TrainingText,
-    kind: str = "eagle3",
+    kind: TrainedKind = "eagle3",
     *,
     config: TrainingConfig | None = None,
     head: Mapping[str, Any] | None = None,
@@ -249,7 +250,7 @@ def train(
 
 
 def check(
-    target: Model, kind: str, config: TrainingConfig, head: Mapping[str, Any] | None = None
+    target: Model, kind: TrainedKind, config: TrainingConfig, head: Mapping[str, Any] | None = None
 ) -> None:
     """Raises the errors of `train` that need no text."""
     _learner(target, kind, config, dict(head or {}))

@@ -8,7 +8,9 @@ from helpers import tiny_llama
 import specjax
 from specjax.config import engine, names, rules, vllm_json
 from specjax.config.names import check_drafter, closest, suggestion
+from specjax.layouts import named, tables
 from specjax.models import loading
+from specjax.training import trainer
 
 
 @pytest.fixture(autouse=True)
@@ -71,11 +73,13 @@ def test_what_is_like_nothing_is_no_misspelling():
 
 
 def test_names_in_types_are_those_that_are_taken():
-    named = {
+    types = {
         names.DrafterName: names.DRAFTERS,
         names.Method: vllm_json.METHODS,
         rules.VerificationRule: rules.VERIFICATION_RULES,
+        names.OptimizerName: trainer.RATES,
+        tables.LayoutName: named.NAMES,
         engine.KvCacheDtype: (*engine.KV_CACHE_DTYPES, *engine._SAME_DTYPES),
     }
-    for literal, taken in named.items():
+    for literal, taken in types.items():
         assert set(typing.get_args(literal)) == set(taken)

@@ -255,7 +255,7 @@ def weather(
     days: int | None = None,
     unit: Unit = Unit.CELSIUS,
     detail: Literal["low", 2] = "low",
-    places: list[dict[str, float]] = (),  # type: ignore[assignment]
+    places: list[dict[str, float]] = (),
     other: int | list[str] = 0,
 ) -> dict[str, Any]:
     """Returns the weather,
