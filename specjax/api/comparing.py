@@ -6,7 +6,6 @@ import dataclasses
 import os
 import secrets
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,12 +18,13 @@ from specjax.config.checks import is_int
 from specjax.config.keywords import keyword_check
 from specjax.config.names import NO_DRAFTER
 from specjax.config.sampling import SamplingParams, SamplingSource
+from specjax.decode import background
 from specjax.drafters.loading import DrafterSource
 from specjax.models.base import Model
 from specjax.runtime.jax_settings import entrance
 from specjax.runtime.progress import Progress, Report
 
-WARM_S = 10.0  # most seconds of further runs of one way in which its policy settles on a K
+MOST_WARM = 16  # most runs of one way before those measured, in which its policy settles on a K
 # Reasons of bursts that run while a policy has no K yet; see `engine.metrics.BurstRecord`.
 UNSETTLED = frozenset({"nothing measured yet", "probe", "prompts"})
 _UNSETTLED = (
@@ -100,9 +100,9 @@ def compare(
 ) -> Comparison:
     """Generates the same texts with each drafter and without, and measures the seconds.
 
-    Each way runs before, compiling and learning included, and is not measured: once, and again
-    for up to WARM_S while its policy has chosen no K. Then all run in turn, `repeats` times, in
-    changing order, so that a machine that slows down favours none.
+    Each way runs before, compiling and learning included, and is not measured: once, and again,
+    up to MOST_WARM times, while its policy has chosen no K. Then all run in turn, `repeats` times,
+    in changing order, so that a machine that slows down favours none.
 
     Args:
       target, prompts, sampling: as of `generate`. A prompt without a seed gets one, the same in
@@ -137,9 +137,11 @@ def compare(
                     options = {"sampling": _of_way(name, own), "progress": report, **ways[name]}
                     return _checked(generation.generate(model, prompts, **options))
 
-                run, end = run_once(), time.perf_counter() + WARM_S
-                while turn == 0 and not _is_settled(run) and time.perf_counter() < end:
-                    run = run_once()
+                run, num_warm = run_once(), 1
+                while turn == 0 and not _is_settled(run) and num_warm < MOST_WARM:
+                    shown.report(f"{at}, compiling in the background", 0, 0)
+                    background.wait_for_all()
+                    run, num_warm = run_once(), num_warm + 1
                 runs[name].append(run)
     finally:
         shown.close()

@@ -88,6 +88,13 @@ class Background:
 _ALL: weakref.WeakSet[Background] = weakref.WeakSet()
 
 
+def wait_for_all() -> None:
+    """Waits for all work that runs in this process now."""
+    for background in [*_ALL]:
+        for coming in [*background._coming.values()]:
+            coming.result()
+
+
 @atexit.register
 def _end_all() -> None:
     # A thread that is compiling while the interpreter shuts down may crash the process.
