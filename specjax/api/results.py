@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specjax.api.plots import draw_decisions
 from specjax.api.requests import Refused
@@ -158,6 +158,9 @@ class GenerationStats:
         }
 
 
+_OF_EACH = frozenset(field.name for field in dataclasses.fields(Completion))
+
+
 class Generation(Sequence[Completion]):
     """The completions of a call, prompt by prompt and sample by sample, and its statistics."""
 
@@ -170,6 +173,12 @@ class Generation(Sequence[Completion]):
 
     def __len__(self) -> int:
         return len(self.completions)
+
+    if not TYPE_CHECKING:  # which would take every name then
+
+        def __getattr__(self, name: str) -> Any:
+            hint = f"; each text has its own: out[0].{name}" if name in _OF_EACH else ""
+            raise AttributeError(f"a Generation has no attribute {name!r}{hint}.")
 
     def __repr__(self) -> str:
         shown = [f"  {completion!r}," for completion in self.completions[:_MOST_SHOWN]]

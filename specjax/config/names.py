@@ -56,6 +56,10 @@ ELSEWHERE = {
     "suffix": "'history' reads on in earlier texts, 'ngram' in the text itself",
     "prompt_lookup": "'ngram' reads on in the text itself",
     **dict.fromkeys(
+        ("eagle", "eagle3", "mtp", "medusa", "dflash", "dspark", "mlp_speculator"),
+        "a head is named by its folder; 'demo-eagle3' and 'demo-dspark' are the embedded model's",
+    ),
+    **dict.fromkeys(
         ("serve", "server"),
         "examples/server.py of the repository serves OpenAI's clients, specjax.Engine a program",
     ),

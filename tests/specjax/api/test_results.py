@@ -1,7 +1,9 @@
 """Results as a person sees them at a prompt of Python: short, with what matters."""
 
 import dataclasses
+import pickle
 
+import pytest
 from helpers import tiny_llama
 
 import specjax
@@ -62,6 +64,15 @@ def test_a_generation_shows_its_first_completions():
     assert "... 2 more" in shown
     assert "100 tokens, 0.5 s (200 tokens/s)" in shown
     assert "mean acceptance length 4.00, acceptance rate 0.75" in shown
+
+
+def test_what_each_text_has_is_said_to_be_of_a_text():
+    out = Generation([completion()], stats())
+    with pytest.raises(AttributeError, match=r"each text has its own: out\[0\].text"):
+        _ = out.text
+    with pytest.raises(AttributeError, match="a Generation has no attribute 'txt'.$"):
+        _ = out.txt
+    assert pickle.loads(pickle.dumps(out)).completions == out.completions
 
 
 def burst(depth, reason, why=""):
