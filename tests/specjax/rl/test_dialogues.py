@@ -132,6 +132,7 @@ def assert_same(actual, wanted):
 # What it returns
 
 
+@pytest.mark.full
 def test_a_progress_function_is_told_of_dialogues():
     told = []
     talk(max_turns=2, progress=lambda *of: told.append(of))
