@@ -12,6 +12,7 @@ from pathlib import Path
 
 import batch_file
 import chat
+import one_page
 import prometheus
 import pytest
 import rollout_logging
@@ -66,6 +67,36 @@ def test_every_example_is_run_here_and_listed():
     assert names == {name for name in names if f"\nimport {name.removesuffix('.py')}" in tests}
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert all(f"({name})" in page for name in names)
+
+
+def test_one_page_is_lossless(capsys):
+    one_page.main()  # asserts that it is
+    assert "greedy: the same 30 tokens in " in capsys.readouterr().out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("accepts_all", "fails"),
+    [
+        (True, "greedy tokens are those of plain decoding"),
+        (False, "first tokens are distributed as the target's"),
+    ],
+)
+def test_one_page_sees_a_wrong_rule(accepts_all, fails, monkeypatch):
+    """One that accepts all drafts, and one that recovers from the target in place of the rest."""
+    right = one_page.accept
+
+    def accept(key, draft_token_ids, draft_probs, target_probs):
+        num_accepted, _ = right(key, draft_token_ids, draft_probs, target_probs)
+        if accepts_all:
+            num_accepted = len(draft_token_ids)
+        return num_accepted, one_page.sample(key, target_probs[num_accepted])
+
+    monkeypatch.setattr(one_page, "accept", accept)
+    one_page.step.clear_cache()
+    with pytest.raises(AssertionError, match=fails):
+        one_page.main()
+    one_page.step.clear_cache()
 
 
 @pytest.mark.full
