@@ -3,9 +3,8 @@
     python examples/one_page.py
 
 A draft proposes K tokens, one after the other. The target verifies all of them in one forward, and
-a prefix is kept so that the output is distributed as the target's own: Leviathan et al. 2023
-(arXiv:2211.17192), Chen et al. 2023 (arXiv:2302.01318). `specjax/decode/step.py` is the same step
-for batches, trees and paged keys and values.
+a prefix is kept so that the output has the target's distribution (arXiv:2211.17192, 2302.01318).
+`specjax/decode/step.py` is the same step for batches, trees and paged keys and values.
 """
 
 import functools
@@ -19,6 +18,7 @@ PROMPT, NUM_TOKENS, MOST, NUM_SEEDS = [3, 1, 4, 1, 5], 30, 4, 5_000  # MOST: the
 TEXT = np.pad(PROMPT, (0, LENGTH - len(PROMPT)))
 
 
+@jax.jit
 def make_params(key):
     """Returns random weights of one layer of causal attention."""
     rows = {"q": WIDTH, "k": WIDTH, "v": WIDTH, "mlp": WIDTH, "embed": VOCAB, "position": LENGTH}
@@ -26,12 +26,13 @@ def make_params(key):
     return {name: jax.random.normal(k, (rows[name], WIDTH)) / 4 for k, name in zip(keys, rows)}
 
 
+@functools.partial(jax.jit, static_argnames="temperature")
 def probs_of(params, token_ids, temperature):
-    """Returns the distribution after each of i32[LENGTH], f32[LENGTH, VOCAB], by those up to it."""
+    """Returns the distribution after each token of i32[LENGTH], f32[LENGTH, VOCAB]."""
     x = params["embed"][token_ids] + params["position"]
     scores = (x @ params["q"]) @ (x @ params["k"]).T / WIDTH**0.5
-    is_seen = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
-    x = x + jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf)) @ x @ params["v"]
+    scores = jnp.where(jnp.tri(LENGTH, dtype=bool), scores, -jnp.inf)  # none sees later tokens
+    x = x + jax.nn.softmax(scores) @ x @ params["v"]
     logits = (x + jnp.tanh(x @ params["mlp"])) @ params["embed"].T
     if temperature == 0:
         return jax.nn.one_hot(jnp.argmax(logits, axis=-1), VOCAB)
@@ -47,9 +48,9 @@ def draft(params, key, token_ids, length, temperature, num_speculative_tokens):
     draft_probs = []
     for ahead in range(num_speculative_tokens):
         probs = probs_of(params, token_ids, temperature)[length + ahead - 1]
+        draft_probs.append(probs)
         token = sample(jax.random.fold_in(key, ahead), probs)
         token_ids = token_ids.at[length + ahead].set(token)
-        draft_probs.append(probs)
     return token_ids, jnp.array(draft_probs).reshape(num_speculative_tokens, VOCAB)
 
 
@@ -82,8 +83,8 @@ def step(target, drafter, token_ids, length, key, temperature, num_speculative_t
     options = length, temperature, num_speculative_tokens
     token_ids, draft_probs = draft(drafter, draft_key, token_ids, *options)
     target_probs = verify(target, token_ids, *options)
-    draft_token_ids = jax.lax.dynamic_slice_in_dim(token_ids, length, num_speculative_tokens)
-    num_accepted, token = accept(accept_key, draft_token_ids, draft_probs, target_probs)
+    drafts = jax.lax.dynamic_slice_in_dim(token_ids, length, num_speculative_tokens)
+    num_accepted, token = accept(accept_key, drafts, draft_probs, target_probs)
     # Draft tokens behind it stay where they are: the next step writes over them.
     return token_ids.at[length + num_accepted].set(token), length + num_accepted + 1
 
@@ -95,7 +96,7 @@ def generate(target, drafter, temperature, num_speculative_tokens):
         options = jax.random.key(num_steps), temperature, num_speculative_tokens
         token_ids, length = step(target, drafter, token_ids, length, *options)
         num_steps += 1
-    return token_ids[len(PROMPT) : len(PROMPT) + NUM_TOKENS].tolist(), num_steps
+    return np.asarray(token_ids)[len(PROMPT) :][:NUM_TOKENS].tolist(), num_steps
 
 
 def main():
@@ -104,16 +105,15 @@ def main():
     (plain, _), (tokens, num_steps) = (generate(target, drafter, 0.0, k) for k in (0, MOST))
     assert tokens == plain, "greedy tokens are those of plain decoding"
     print(f"greedy: the same {NUM_TOKENS} tokens in {num_steps} forwards of the target")
-
     once = lambda key: step(target, drafter, TEXT, len(PROMPT), key, 1.0, MOST)[0][len(PROMPT)]
     first = jax.vmap(once)(jax.random.split(jax.random.key(1), NUM_SEEDS))
-    found = jnp.bincount(first, length=VOCAB) / NUM_SEEDS
-    law, of_draft = (probs_of(each, TEXT, 1.0)[len(PROMPT) - 1] for each in (target, drafter))
-    sigma = jnp.sqrt(law * (1 - law) / NUM_SEEDS)
-    assert jnp.all(abs(found - law) < 5 * sigma), "first tokens are distributed as the target's"
-    assert not jnp.all(abs(of_draft - law) < 5 * sigma), "and the draft's are not"
-    away = lambda probs: f"{float(abs(probs - law).sum() / 2):.3f}"
-    print(f"sampled: {away(found)} from the target's distribution; the draft, {away(of_draft)}")
+    found = np.bincount(first, minlength=VOCAB) / NUM_SEEDS
+    law, of_draft = (np.array(probs_of(p, TEXT, 1.0)[len(PROMPT) - 1]) for p in (target, drafter))
+    most = 5 * np.sqrt(law * (1 - law) / NUM_SEEDS)  # five standard deviations
+    assert np.all(abs(found - law) < most), "first tokens are distributed as the target's"
+    assert not np.all(abs(of_draft - law) < most), "and the draft's are not"
+    away = [f"{abs(probs - law).sum() / 2:.3f}" for probs in (found, of_draft)]
+    print(f"sampled: {away[0]} from the target's distribution; the draft, {away[1]}")
 
 
 if __name__ == "__main__":
