@@ -50,7 +50,8 @@ def settle() -> None:
         flags += ("--xla_cpu_use_fusion_emitters=false",)
     os.environ["XLA_FLAGS"] = " ".join(flags)
     gc.set_threshold(100_000, 50, 100)  # looking for garbage takes a third of tracing
-    sys.path.append(str(FOLDER.parent))  # helpers of the tests
+    for folder in FOLDER.parents[:2]:  # helpers of the tests, and the benchmarks
+        sys.path.append(str(folder))
 
 
 def made_with() -> dict[str, str]:

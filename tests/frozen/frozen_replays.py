@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 # All that this part takes of the benchmark.
-from specjax.bench.replay import Clock, Compiler, Replay, Workload
-from specjax.bench.scheduling import (
+from benchmarks.replay import Clock, Compiler, Replay, Workload
+from benchmarks.scheduling import (
     ACCEPTANCE,
     BATCHES,
     CONTEXT,
