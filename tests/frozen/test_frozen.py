@@ -27,7 +27,7 @@ def test_a_step_is_lowered_as_it_was(name):
 
 
 @of_these_versions
-@pytest.mark.full
+@pytest.mark.slow  # tokens are also of the processor's rounding
 @pytest.mark.parametrize("part", [part for part in freeze.PARTS if part != "steps"])
 def test_a_part_is_as_it_was(part):
     """In a process of its own, whose settings are those that it was frozen under."""
