@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 VOCAB, WIDTH, LENGTH = 16, 32, 48
-PROMPT, NUM_TOKENS, MOST, NUM_SEEDS = [3, 1, 4, 1, 5], 30, 4, 5_000  # MOST: the largest K
+PROMPT, NUM_TOKENS, MOST, NUM_SEEDS = [3, 1, 4, 1, 5], 30, 3, 5_000  # MOST: the largest K
 TEXT = np.pad(PROMPT, (0, LENGTH - len(PROMPT)))
 
 
