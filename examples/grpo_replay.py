@@ -29,7 +29,8 @@ PARTS = {"whole": None, "tail of 4 rows": 4, "tail of 2 rows": 2}  # most rows o
 DRAFT_SHARE = 0.05  # of the policy's parameters, those of the draft model
 # K by rows, so that a step has 16 tokens, or 32: the next product width of a CPU (models/layers.py)
 # costs what these do. Goodput would have to run each first, and a few rollouts are over before.
-TABLE = ((1, 2, 7), (3, 4, 3), (5, 8, 3))
+Table = tuple[tuple[int, int, int], ...]
+TABLE: Table = ((1, 2, 7), (3, 4, 3), (5, 8, 3))
 # Bursts are short: rows that are done leave their bucket between them. Prompts are short: larger
 # token buckets would only be compiled.
 ENGINE = specjax.EngineConfig(
@@ -66,7 +67,14 @@ class Replay:
 class Replayer:
     """A decoder of the widened policy, and what the training run had told it by each checkpoint."""
 
-    def __init__(self, drafter: str, run: grpo.Run, draft: Params, num_parameters: float):
+    def __init__(
+        self,
+        drafter: str,
+        run: grpo.Run,
+        draft: Params,
+        num_parameters: float,
+        table: Table | None,
+    ):
         policy = Model(grpo.CONFIG, run.params, name="policy")
         small = widen(Model(grpo.DRAFT_CONFIG, draft, name="draft"), DRAFT_SHARE * num_parameters)
         self.drafter = drafter
@@ -74,12 +82,14 @@ class Replayer:
         self._num_parameters = num_parameters
         self._draft = small.params
         options: dict[str, Any] = {"engine": ENGINE}
-        by_rows: dict[str, Any] = {"num_speculative_tokens_per_batch_size": TABLE}
+        speculation: dict[str, Any] = {}
+        if table is not None:
+            speculation["num_speculative_tokens_per_batch_size"] = table
         if drafter == "history+draft":
-            by_rows |= {"corpus_tokens": 32_768}
-            options |= {"drafter": small, "speculative_config": by_rows}
+            speculation["corpus_tokens"] = 32_768
+            options |= {"drafter": small, "speculative_config": speculation}
         elif drafter != "none":
-            options |= {"drafter": drafter, "speculative_config": by_rows}
+            options |= {"drafter": drafter, "speculative_config": speculation}
         wide = widen(policy, num_parameters)
         self._decoder = specjax.build_decoder(wide.config, **options)
 
@@ -139,16 +149,22 @@ def replay(
     num_prompts: int = 4,
     num_samples: int = 2,
     rounds: int = 3,
+    warm_ups: int = 1,
+    table: Table | None = TABLE,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Replay]:
     """Returns rollouts of every checkpoint of a run, each `rounds` times, drafters in turns.
 
-    Every checkpoint is played once before, so that all is compiled.
+    Args:
+      warm_ups: how often every checkpoint is played before, so that all is compiled.
+      table: K by rows; None: the default policy chooses it, once it has measured in warm_ups.
     """
-    players = [Replayer(name, run, draft, num_parameters) for name in drafters]
+    players = [Replayer(name, run, draft, num_parameters, table) for name in drafters]
     steps = sorted(run.checkpoints)
     for player in players:
-        warm = [player.play(step, num_prompts, num_samples) for step in steps]
+        warm = [
+            player.play(step, num_prompts, num_samples) for _ in range(warm_ups) for step in steps
+        ]
         report(f"{player.drafter}: warmed up in {sum(w.seconds for w in warm):.1f} s")
     replays = []
     for _ in range(rounds):
