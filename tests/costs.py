@@ -60,6 +60,7 @@ WHOLE_RUNS = {
     "docs/test_code_blocks.py": ("test_python_blocks_run",),
     "end_to_end/test_generation.py": ("test_scripted_drafts_change_nothing",),
     "end_to_end/test_trees.py": ("test_several_ngram_matches_make_a_tree",),
+    "examples/test_small_programs.py": ("test_one_page_is_lossless",),
     "pallas_kernels/test_mosaic_tpu.py": ("test_attention_is_that_of_the_reference",),
     "specjax/drafters/test_eagle.py": ("test_tokens_are_those_of_plain_decoding",),
     "specjax/engine/test_pages.py": ("test_random_scripts",),
