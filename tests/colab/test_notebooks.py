@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 COLAB = ROOT / "colab"
 NOTEBOOKS = sorted(COLAB.glob("*.ipynb"))
 NAMES = [path.stem for path in NOTEBOOKS]
+# The other two show what does not pay yet: rollouts eight at a time, and a choice of K.
+GAINS = [COLAB / f"{name}.ipynb" for name in ("quickstart", "tree_drafts", "train_a_drafter")]
 INSTALL_CELL = (COLAB / "install_cell.py").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXAMPLES = {path.stem for path in (ROOT / "examples").glob("*.py")}
@@ -118,6 +120,18 @@ def test_stored_outputs_say_nothing_of_a_machine_and_warn_of_nothing(path):
     assert not re.search(r"warning|traceback", text, re.IGNORECASE)
     assert not re.search(r"/(home|root|tmp|Users|usr|var|opt|work|private)/", text)
     assert not re.search(r"0x[0-9a-f]{6,}", text)
+
+
+@pytest.mark.parametrize("path", GAINS, ids=lambda path: path.stem)
+def test_the_last_cell_shows_a_gain(path):
+    """Times plain decoding, of a table of `compare` or of lines that say so."""
+    last = "".join(output.get("text", "") for output in code_cells(path)[-1]["outputs"])
+    table = [line.split() for line in last.splitlines()]
+    by_table = [
+        float(row[2]) for row in table if len(row) > 4 and re.fullmatch(r"\d+\.\d\d", row[2])
+    ]
+    by_line = [float(found) for found in re.findall(r"(\d+\.\d\d) times plain", last)]
+    assert max(by_table + by_line) > 1.1
 
 
 @every_notebook
