@@ -125,7 +125,8 @@ def test_stored_outputs_say_nothing_of_a_machine_and_warn_of_nothing(path):
 @pytest.mark.parametrize("path", GAINS, ids=lambda path: path.stem)
 def test_the_last_cell_shows_a_gain(path):
     """Times plain decoding, of a table of `compare` or of lines that say so."""
-    last = "".join(output.get("text", "") for output in code_cells(path)[-1]["outputs"])
+    outputs_of_last = code_cells(path)[-1]["outputs"]
+    last = "".join("".join(output.get("text", "")) for output in outputs_of_last)
     table = [line.split() for line in last.splitlines()]
     by_table = [
         float(row[2]) for row in table if len(row) > 4 and re.fullmatch(r"\d+\.\d\d", row[2])
