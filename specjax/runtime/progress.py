@@ -9,7 +9,9 @@ import warnings
 from collections.abc import Callable
 from typing import TypeAlias
 
-from tqdm.auto import tqdm
+with warnings.catch_warnings():  # of a notebook without ipywidgets, where bars are of text
+    warnings.filterwarnings("ignore", "IProgress not found")
+    from tqdm.auto import tqdm
 
 LOGGER = logging.getLogger("specjax")
 
