@@ -11,11 +11,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from specjax.config.checks import CAPTURED
-from specjax.drafters import deferring
-from specjax.drafters.eagle import equations_of
-from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter
-from specjax.models import dflash, weights
-from specjax.models.eagle3 import Eagle3Config
+from specjax.heads import deferring
+from specjax.heads.eagle import equations_of
+from specjax.heads.equations import dflash
+from specjax.heads.equations.eagle3 import Eagle3Config
+from specjax.heads.specs import DFlashDrafter, EagleDrafter
+from specjax.models import weights
 from specjax.paged import kv_cache
 from specjax.paged.work import ModelWork, Peaks
 

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 import specjax
-from specjax.bench import embedded, measuring
-from specjax.bench.widen import widen
+from specjax.cli.bench import embedded, measuring
+from specjax.cli.bench.widen import widen
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.policy.goodput import Goodput

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from specjax.bench import measuring
+from specjax.cli.bench import measuring
 
 NONE, GOODPUT = "no drafter", "goodput"
 AGAIN = "no drafter again"  # how far two contenders that do the same lie apart is noise
@@ -37,8 +37,8 @@ class Caller:
         import numpy as np
 
         import specjax
-        from specjax.bench import embedded
-        from specjax.bench.command import model
+        from specjax.cli.bench import embedded
+        from specjax.cli.bench.command import model
 
         self._generate = specjax.generate
         self._speculation = specjax.SpeculationConfig

@@ -24,15 +24,15 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 
 import specjax
-from specjax.bench import embedded, measuring
-from specjax.bench.command import parameters_of
-from specjax.bench.widen import widen
-from specjax.bench.widen_heads import widen_head
+from specjax.cli.bench import embedded, measuring
+from specjax.cli.bench.command import parameters_of
+from specjax.cli.bench.widen import widen
+from specjax.cli.bench.widen_heads import widen_head
 from specjax.cli.parser import at_least
 from specjax.config.rules import VERIFICATION_RULES
 from specjax.decode.decoder import MOST_DRAFTING
-from specjax.drafters.head_specs import EagleDrafter
-from specjax.drafters.loading import is_head
+from specjax.heads.loading import is_head
+from specjax.heads.specs import EagleDrafter
 from specjax.models.base import Model
 
 PLAIN, FREE = "plain", "free drafts"

@@ -27,9 +27,9 @@ import specjax
 from benchmarks import edits
 from benchmarks.drafters import Call, Contender, compare, contenders_of, table
 from benchmarks.forced_text import SCRIPT, forced, with_text
-from specjax.bench import embedded, measuring
-from specjax.bench.command import parameters_of
-from specjax.bench.widen import widen
+from specjax.cli.bench import embedded, measuring
+from specjax.cli.bench.command import parameters_of
+from specjax.cli.bench.widen import widen
 from specjax.engine.request import AcceptanceCounts
 from specjax.models.base import Model
 

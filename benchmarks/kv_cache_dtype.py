@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array
 
 import specjax
-from specjax.bench import embedded, measuring
+from specjax.cli.bench import embedded, measuring
 from specjax.config.engine import KV_CACHE_DTYPES, KvCacheDtype
 from specjax.decode.kv_scales import measure_kv_scales
 from specjax.models.base import Model, ModelConfig, Params

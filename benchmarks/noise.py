@@ -19,8 +19,8 @@ import numpy as np
 from jax import Array
 
 import specjax
-from specjax.bench import bare, embedded, measuring
-from specjax.bench.quick import BURST_STEPS, Decoding
+from specjax.cli.bench import bare, embedded, measuring
+from specjax.cli.bench.quick import BURST_STEPS, Decoding
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.configs.models import SHAPES

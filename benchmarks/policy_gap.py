@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
-from specjax.bench import embedded, measuring
+from specjax.cli.bench import embedded, measuring
 from specjax.config.engine import ActivationDtype
 from specjax.configs.models import SHAPES
 from specjax.models.base import Model

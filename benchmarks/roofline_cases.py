@@ -14,12 +14,12 @@ from specjax.config.engine import EngineConfig
 from specjax.config.speculation import SpeculationConfig
 from specjax.configs import heads as published
 from specjax.configs.models import SHAPES
-from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter
 from specjax.drafters.self_drafter import SelfDrafter
 from specjax.drafters.spec import DrafterSpec, ModelDrafter, NgramDrafter, NoDrafter
+from specjax.heads.equations.dflash import DFlashConfig
+from specjax.heads.equations.eagle3 import Eagle3Config
+from specjax.heads.specs import DFlashDrafter, EagleDrafter
 from specjax.models.base import ModelConfig, RopeConfig
-from specjax.models.dflash import DFlashConfig
-from specjax.models.eagle3 import Eagle3Config
 from specjax.planning.abstract_decoder import AbstractDecoder
 from specjax.planning.devices import find_device
 from specjax.planning.layer_pattern import FEW_LAYERS, LayerCounts, layers_to_compile

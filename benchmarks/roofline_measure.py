@@ -23,8 +23,8 @@ from benchmarks.roofline_cases import (
     program,
 )
 from pallas_kernels.implementations import lowered_for
-from specjax.drafters import deferring
-from specjax.models.dflash import DFlashConfig
+from specjax.heads import deferring
+from specjax.heads.equations.dflash import DFlashConfig
 from specjax.paged.work import ModelWork, model_work
 from specjax.planning.plan_request import PlanRequest
 from tools.hlo_program import Program, parse

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 import specjax
-from specjax.bench import embedded, measuring
-from specjax.bench.widen import widen
+from specjax.cli.bench import embedded, measuring
+from specjax.cli.bench.widen import widen
 
 PROMPT_TOKENS = 32
 MAX_TOKENS = 256

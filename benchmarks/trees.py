@@ -18,11 +18,11 @@ import numpy as np
 
 import specjax
 from specjax.api.requests import derive_seed
-from specjax.bench import embedded, measuring
+from specjax.cli.bench import embedded, measuring
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
-from specjax.drafters.loading import load_drafter
+from specjax.heads.loading import load_drafter
 from specjax.models.base import Model
 from specjax.models.families import family_of
 from specjax.models.layers import dense_causal_attention

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax.bench import measuring
+from specjax.cli.bench import measuring
 from specjax.config.engine import EngineConfig
 from specjax.runtime import compilation_cache
 

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 import specjax
-from specjax.bench import embedded, measuring
-from specjax.bench.command import model
+from specjax.cli.bench import embedded, measuring
+from specjax.cli.bench.command import model
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from specjax.configs.models import SHAPES, plain_name
-from specjax.models.dflash import DFlashConfig
-from specjax.models.eagle3 import Eagle3Config
+from specjax.heads.equations.dflash import DFlashConfig
+from specjax.heads.equations.eagle3 import Eagle3Config
 
 _LLAMA = SHAPES["llama-3.1-8b"]
 _LAYERS_OF_DFLASH = 5

@@ -15,19 +15,20 @@ from pathlib import Path
 from drawing import Pen, write
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("specjax", "pallas_kernels", "benchmarks", "tools")
+# specjax/configs is a link, which `rglob` does not follow.
+PACKAGES = ("specjax", "specjax/configs", "pallas_kernels", "benchmarks", "tools")
 
 # Colours of a room's band, from what users call down to what touches the device.
 GROUPS = {
     "not installed": ("#8d6e63", {"benchmarks", "tools"}),
     "what you call": (
         "#5c6bc0",
-        {"bench", "__main__", "cli", "integrations", "api", "rl", "training"},
+        {"__main__", "cli", "integrations", "testing", "api", "rl", "training"},
     ),
     "on the host": ("#00897b", {"engine", "policy", "planning"}),
-    "on the device": ("#ef6c00", {"decode", "drafters", "paged", "sampling", "trees", "sharding"}),
-    "models and text": ("#8e24aa", {"models", "layouts", "text", "demo"}),
-    "settings and helpers": ("#546e7a", {"configs", "config", "runtime", "types", "version"}),
+    "on the device": ("#ef6c00", {"decode", "heads", "drafters", "paged", "sampling", "trees"}),
+    "models and text": ("#8e24aa", {"models", "checkpoints", "text", "demo"}),
+    "settings and helpers": ("#546e7a", {"configs", "config", "runtime", "types"}),
     "kernels": ("#c62828", {"pallas_kernels"}),
 }
 WIDTH, MARGIN, BOX_HEIGHT, ROW, GAP = 800, 20, 32, 68, 18

@@ -28,13 +28,12 @@ from flax import nnx
 from jax import Array
 
 import specjax
-from specjax import optimizers
-from specjax.drafters.head_specs import EagleDrafter
+from specjax.heads.specs import EagleDrafter
 from specjax.models import llama
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.dense import sequence_logits
 from specjax.policy.interface import Fixed
-from specjax.training import eagle3
+from specjax.training import eagle3, optimizers
 from specjax.training.texts import Target
 
 CONFIG = ModelConfig(

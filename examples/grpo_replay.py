@@ -3,7 +3,7 @@
     python examples/grpo_replay.py --json replay.json
 
 A small policy is trained by GRPO; at some of its checkpoints its rollouts are run again on the
-same function widened to a few hundred million parameters (`specjax.bench.widen`), plain and
+same function widened to a few hundred million parameters (`specjax.cli.bench.widen`), plain and
 with drafts, in turns. Decoders know what the training run had sampled by then, as one that runs
 in it would. A tail is what ran with at most 4 rows, or 2.
 """
@@ -21,8 +21,8 @@ import jax
 import numpy as np
 
 import specjax
-from specjax.bench import measuring
-from specjax.bench.widen import widen
+from specjax.cli.bench import measuring
+from specjax.cli.bench.widen import widen
 from specjax.models.base import Model, Params
 
 PARTS = {"whole": None, "tail of 4 rows": 4, "tail of 2 rows": 2}  # most rows of each

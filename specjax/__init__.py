@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from specjax.version import __version__ as __version__
+from specjax.runtime.version import __version__ as __version__
 
 # The public names stand in __init__.pyi, which type checkers read too. They are imported on first
 # use, so that `specjax --help` does not wait for jax.

@@ -24,16 +24,16 @@ from specjax.drafters.base import Draft as Draft
 from specjax.drafters.base import Drafter as Drafter
 from specjax.drafters.base import DrafterContext as DrafterContext
 from specjax.drafters.base import DrafterSpec as DrafterSpec
-from specjax.drafters.loading import LoadedDrafter as LoadedDrafter
-from specjax.drafters.loading import load_drafter as load_drafter
 from specjax.drafters.self_drafter import SelfDrafter as SelfDrafter
 from specjax.engine.adapting import AdaptStats as AdaptStats
 from specjax.engine.lineage import CacheFill as CacheFill
 from specjax.engine.request import SelfCheck as SelfCheck
-from specjax.layouts.converting import convert as convert
-from specjax.layouts.converting import convert_back as convert_back
+from specjax.heads.loading import LoadedDrafter as LoadedDrafter
+from specjax.heads.loading import load_drafter as load_drafter
 from specjax.models.base import Model as Model
 from specjax.models.base import ModelConfig as ModelConfig
+from specjax.models.layouts.converting import convert as convert
+from specjax.models.layouts.converting import convert_back as convert_back
 from specjax.models.loading import load_model as load_model
 from specjax.models.mesh_axes import param_shardings as param_shardings
 from specjax.rl.batch import Rollout as Rollout
@@ -54,6 +54,7 @@ from specjax.rl.scoring import score as score
 from specjax.rl.stream import RolloutStream as RolloutStream
 from specjax.rl.stream import rollout_stream as rollout_stream
 from specjax.rl.turns import rollout_turns as rollout_turns
+from specjax.runtime.version import __version__ as __version__
 from specjax.text.chat import Chat as Chat
 from specjax.training.adapter import AdapterState as AdapterState
 from specjax.training.adapter import AdapterStats as AdapterStats
@@ -62,4 +63,3 @@ from specjax.training.adapter import draft_loss as draft_loss
 from specjax.training.serving import Adapt as Adapt
 from specjax.types import DecoderParams as DecoderParams
 from specjax.types import Proposal as Proposal
-from specjax.version import __version__ as __version__

@@ -39,10 +39,10 @@ STEPS = {
     ),
     "specjax/cli/test_generate_command.py": ("test_colors_on_request", "test_json_document"),
     "specjax/decode/test_burst.py": ("test_when_a_burst_ends",),
-    "specjax/drafters/test_head_goldens.py": ("test_drafts_are_those_of_the_golden_file",),
-    "specjax/drafters/test_dflash.py": ("test_what_it_says_is_what_its_equations_say",),
+    "specjax/heads/test_head_goldens.py": ("test_drafts_are_those_of_the_golden_file",),
+    "specjax/heads/test_dflash.py": ("test_what_it_says_is_what_its_equations_say",),
     "specjax/drafters/test_draws.py": ("test_what_is_drawn_is_verified_exactly",),
-    "specjax/drafters/test_parallel_eagle.py": ("test_what_it_says_is_what_its_equations_say",),
+    "specjax/heads/test_parallel_eagle.py": ("test_what_it_says_is_what_its_equations_say",),
     "specjax/rl/test_dialogues.py": ("test_tokens_are_those_of_the_whole_text_fed_anew",),
     "specjax/rl/test_given_trees.py": ("test_the_copy_goes_with_the_trainers_arrays",),
     "specjax/rl/test_rollout.py": (
@@ -62,7 +62,7 @@ WHOLE_RUNS = {
     "end_to_end/test_trees.py": ("test_several_ngram_matches_make_a_tree",),
     "examples/test_small_programs.py": ("test_one_page_is_lossless",),
     "pallas_kernels/test_mosaic_tpu.py": ("test_attention_is_that_of_the_reference",),
-    "specjax/drafters/test_eagle.py": ("test_tokens_are_those_of_plain_decoding",),
+    "specjax/heads/test_eagle.py": ("test_tokens_are_those_of_plain_decoding",),
     "specjax/engine/test_pages.py": ("test_random_scripts",),
     "specjax/training/test_trainer.py": ("test_it_learns_text_that_the_target_repeats",),
 }

@@ -5,9 +5,9 @@ import numpy as np
 from head_equations import TARGET, VOCAB, mlp, rms, wide
 from pair_heads import attention
 
-from specjax.models import eagle3
+from specjax.heads.equations import eagle3
+from specjax.heads.equations.eagle3 import Eagle3Config
 from specjax.models.base import ModelConfig, RopeConfig
-from specjax.models.eagle3 import Eagle3Config
 
 WIDTH, TARGET_WIDTH, DRAFT_VOCAB = 32, 32, 20
 FLAGS = {

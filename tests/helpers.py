@@ -16,8 +16,8 @@ from specjax.api.engine import Engine
 from specjax.config.engine import EngineConfig
 from specjax.drafters import ngram
 from specjax.drafters.base import NOT_KEPT, Draft, Drafter, DrafterContext, DrafterSpec
-from specjax.drafters.loading import LoadedDrafter
 from specjax.drafters.spec import ModelDrafter, NgramDrafter
+from specjax.heads.loading import LoadedDrafter
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.families import family_of
 from specjax.models.layers import dense_causal_attention

@@ -10,9 +10,9 @@ from head_equations import TARGET, VOCAB, attention_of, mlp, rms, rotated, wide
 
 import specjax
 from specjax.drafters.base import DrafterContext
-from specjax.drafters.eagle import EagleHead
-from specjax.drafters.head_specs import EagleDrafter
 from specjax.drafters.token_by_token import of_head
+from specjax.heads.eagle import EagleHead
+from specjax.heads.specs import EagleDrafter
 from specjax.models.base import ModelConfig
 from specjax.paged.forward import make_batch
 from specjax.testing import tiny_model

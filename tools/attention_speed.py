@@ -2,8 +2,8 @@
 
     python -m tools.attention_speed --rows 1 8 --context 2048 --nodes 1 8
 
-prints what `specjax.bench.device_report.attention_speed` says of each shape. With `--tune`, on a
-TPU, the block sizes of each shape are chosen by time, and written to block_sizes.json.
+prints what `specjax.cli.bench.device_report.attention_speed` says of each shape. With `--tune`, on
+a TPU, the block sizes of each shape are chosen by time, and written to block_sizes.json.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax
 
 from pallas_kernels.implementations import target_platform
 from pallas_kernels.tree_attention import block_sizes
-from specjax.bench.device_report.attention_speed import (
+from specjax.cli.bench.device_report.attention_speed import (
     Result,
     Shape,
     copy_bytes_per_s,

@@ -29,10 +29,10 @@ from tqdm import tqdm
 from benchmarks.demo import corpus, learning, pair
 from benchmarks.demo.checkpoint_files import save_model
 from benchmarks.demo.continuing import continue_prompts
-from specjax import optimizers
 from specjax.demo import WEIGHTS_FOLDER
 from specjax.models import llama
 from specjax.models.base import Params
+from specjax.training import optimizers
 
 CHECKPOINT_EVERY = 100
 LOG_EVERY = 50

@@ -11,8 +11,8 @@ import warnings
 import jax
 
 from specjax.api.stack_level import of_the_caller
-from specjax.drafters.loading import LoadedDrafter
 from specjax.engine.request import AcceptanceCounts
+from specjax.heads.loading import LoadedDrafter
 
 # Steps that drafted after which it is judged, and the largest share of them whose first draft token
 # was accepted that is an alarm. Of a head with a share of 0.3, which is a poor one, 24 steps accept

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from specjax import sharding
 from specjax.api.assemble import Setup
 from specjax.engine.adapting import Adapting
 from specjax.engine.loop import Loop
+from specjax.models import sharding
 
 S = TypeVar("S", bound=Setup)
 

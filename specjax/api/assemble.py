@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from pallas_kernels.implementations import Taken, target_platform
 from pallas_kernels.names import PLATFORMS
-from specjax import sharding
 from specjax.api.handed_weights import HandedWeights
 from specjax.api.loading import dtype_of, load_split_drafter, load_target
 from specjax.api.requests import Refused, make_requests, one_each
@@ -43,13 +42,13 @@ from specjax.decode.kept import KeptShape
 from specjax.decode.rules import RuleOptions
 from specjax.decode.sizes import Sizes
 from specjax.drafters.guard import DrafterError
-from specjax.drafters.loading import DrafterSource, LoadedDrafter, load_drafter
 from specjax.engine.loop import Loop
 from specjax.engine.request import Request
-from specjax.layouts.tables import Layout, LayoutName
-from specjax.models import families
+from specjax.heads.loading import DrafterSource, LoadedDrafter, load_drafter
+from specjax.models import families, sharding
 from specjax.models.base import Model
 from specjax.models.layers import product_width
+from specjax.models.layouts.tables import Layout, LayoutName
 from specjax.models.mesh_axes import MeshAxisMap, mapped
 from specjax.paged import kv_cache
 from specjax.paged.page_sizes import with_page_size

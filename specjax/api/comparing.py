@@ -19,7 +19,7 @@ from specjax.config.keywords import keyword_check
 from specjax.config.names import NO_DRAFTER
 from specjax.config.sampling import SamplingParams, SamplingSource
 from specjax.decode import background
-from specjax.drafters.loading import DrafterSource
+from specjax.heads.loading import DrafterSource
 from specjax.models.base import Model
 from specjax.runtime.jax_settings import entrance
 from specjax.runtime.progress import Progress, Report

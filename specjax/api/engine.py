@@ -30,13 +30,13 @@ from specjax.config.keywords import checks_keywords, keyword_check
 from specjax.config.rules import Rule, VerificationRule
 from specjax.config.sampling import SamplingSource
 from specjax.config.speculation import SpeculationConfig
-from specjax.drafters.loading import DrafterSource, LoadedDrafter
 from specjax.engine.adapting import AdaptStats
 from specjax.engine.loop import Loop
 from specjax.engine.recovery import INTERRUPTED
 from specjax.engine.request import AcceptanceCounts, Request
-from specjax.layouts.tables import Layout, LayoutName
+from specjax.heads.loading import DrafterSource, LoadedDrafter
 from specjax.models.base import Model, Params
+from specjax.models.layouts.tables import Layout, LayoutName
 from specjax.models.mesh_axes import MeshAxisMap
 from specjax.planning.memory_model import MemoryPlan
 from specjax.policy.interface import SpeculationPolicy

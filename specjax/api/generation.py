@@ -27,8 +27,8 @@ from specjax.config.keywords import checks_keywords, keyword_check
 from specjax.config.rules import VerificationRule
 from specjax.config.sampling import SamplingSource
 from specjax.config.speculation import SpeculationConfig
-from specjax.drafters.loading import DrafterSource
 from specjax.engine.request import AcceptanceCounts
+from specjax.heads.loading import DrafterSource
 from specjax.models.base import Model
 from specjax.models.mesh_axes import MeshAxisMap
 from specjax.policy.interface import SpeculationPolicy

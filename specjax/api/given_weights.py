@@ -16,11 +16,18 @@ from specjax.api.moved_weights import (
     is_in_place,
     needs_cast,
 )
-from specjax.layouts.converting import matching
-from specjax.layouts.named import variants
-from specjax.layouts.operations import Heads, Transposed
-from specjax.layouts.tables import Layout, LayoutName, Leaves, Place, leaves_of, leaves_with_names
 from specjax.models.base import ModelConfig, Params
+from specjax.models.layouts.converting import matching
+from specjax.models.layouts.named import variants
+from specjax.models.layouts.operations import Heads, Transposed
+from specjax.models.layouts.tables import (
+    Layout,
+    LayoutName,
+    Leaves,
+    Place,
+    leaves_of,
+    leaves_with_names,
+)
 from specjax.models.views import View
 
 

@@ -10,9 +10,9 @@ import jax
 from specjax.api.given_weights import GivenWeights, drafter_mover
 from specjax.api.moved_weights import WeightMover
 from specjax.config.checks import is_int
-from specjax.layouts.tables import Layout, LayoutName, leaves_of
 from specjax.models.abstract import tree_difference
 from specjax.models.base import ModelConfig, Params
+from specjax.models.layouts.tables import Layout, LayoutName, leaves_of
 from specjax.models.views import is_view, matrices_of
 from specjax.types import DecoderParams
 

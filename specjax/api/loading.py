@@ -12,21 +12,21 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from specjax import sharding
 from specjax.checkpoints.any_model import load_any_model
 from specjax.config.engine import EngineConfig
 from specjax.config.names import check_drafter
 from specjax.config.speculation import SpeculationConfig
 from specjax.configs.devices import of_kind
 from specjax.drafters.base import DrafterSpec
-from specjax.drafters.loading import (
+from specjax.drafters.spec import ModelDrafter
+from specjax.heads.loading import (
     DrafterSource,
     LoadedDrafter,
     is_head,
     load_drafter,
     model_path,
 )
-from specjax.drafters.spec import ModelDrafter
+from specjax.models import sharding
 from specjax.models.base import Model
 from specjax.models.hf_config import read_config
 from specjax.models.loading import default_dtype, load_model, resolve_folder, weight_dtype

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from specjax.layouts.once import Once
-from specjax.layouts.tables import Leaves
+from specjax.models.layouts.once import Once
+from specjax.models.layouts.tables import Leaves
 
 # What is done for a leaf.
 KEPT = "kept"  # its array is handed on

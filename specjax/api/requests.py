@@ -16,9 +16,9 @@ from specjax.config.keywords import made
 from specjax.config.rules import Rule
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
-from specjax.drafters.loading import LoadedDrafter
 from specjax.engine.output_text import text_after
 from specjax.engine.request import Request
+from specjax.heads.loading import LoadedDrafter
 from specjax.models.base import Model
 from specjax.sampling import row_values
 from specjax.text.chat import Chat

@@ -24,7 +24,7 @@ import jax
 import pallas_kernels
 from specjax.config.engine import EngineConfig
 from specjax.runtime import compilation_cache, kept_files
-from specjax.version import __version__
+from specjax.runtime.version import __version__
 
 FOLDER = "self_tests"
 MODULE = "pallas_kernels.tree_attention.self_test"

@@ -16,11 +16,11 @@ from specjax.checkpoints.restoring import Devices, restore_model, restore_tree
 from specjax.checkpoints.saving import DRAFTER, FORMAT, FORMAT_VERSION, MODEL
 from specjax.checkpoints.stored_tree import is_remote, read_bytes
 from specjax.drafters.base import DrafterSpec
-from specjax.drafters.loading import LoadedDrafter, load_drafter
-from specjax.layouts.named import NAMES
-from specjax.layouts.tables import Layout, LayoutName
+from specjax.heads.loading import LoadedDrafter, load_drafter
 from specjax.models.base import Json, Model, ModelConfig
 from specjax.models.hf_config import read_config, sampling_defaults, with_eos_of
+from specjax.models.layouts.named import NAMES
+from specjax.models.layouts.tables import Layout, LayoutName
 from specjax.models.loading import resolve_folder, weight_dtype
 from specjax.models.mesh_axes import MeshAxisMap, mapped
 from specjax.runtime.jax_settings import entrance

@@ -22,14 +22,14 @@ from specjax.checkpoints.pretrained_folder import (
 )
 from specjax.checkpoints.stored_tree import listed
 from specjax.config.keywords import keyword_check
-from specjax.drafters.head_writing import AUTO
-from specjax.drafters.loading import LoadedDrafter
 from specjax.drafters.spec import ModelDrafter
-from specjax.layouts.converting import convert
+from specjax.heads.loading import LoadedDrafter
+from specjax.heads.namings.head_writing import AUTO
 from specjax.models import int8_config, int8_writing
 from specjax.models.base import Json, Model, ModelConfig
 from specjax.models.families import family_of
 from specjax.models.hf_config import parse_config, read_config
+from specjax.models.layouts.converting import convert
 from specjax.models.weight_writing import tensors_of, write_files
 from specjax.runtime.jax_settings import entrance
 from specjax.runtime.model_files import find_file, read_json

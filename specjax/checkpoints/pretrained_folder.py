@@ -13,14 +13,13 @@ import jax.numpy as jnp
 
 from specjax.checkpoints import tokenizer_files
 from specjax.checkpoints.stored_tree import listed
-from specjax.drafters.newest_state_files import MEDUSA_FILES
+from specjax.heads.cards import CARD_START
+from specjax.heads.namings.newest_state_files import MEDUSA_FILES
 from specjax.models.base import Json, Params
 from specjax.runtime.model_files import read_json
 
 CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
 MAX_FILE_BYTES = 5 * 10**9  # as transformers has it
-# The first lines of a card that a save wrote.
-CARD_START = "---\nlibrary_name: specjax\n"
 # What a save replaces: nothing else may be in the folder.
 _OWN_FILES = re.compile(
     r"config\.json|generation_config\.json|model(-\d{5}-of-\d{5})?\.safetensors|"

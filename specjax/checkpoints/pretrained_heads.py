@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoints import head_cards, records
+from specjax.checkpoints import records
 from specjax.checkpoints.pretrained_folder import (
     CARD,
     CONFIG,
@@ -21,19 +21,20 @@ from specjax.checkpoints.pretrained_folder import (
     main_dtype,
     write_json,
 )
-from specjax.drafters import dflash_writing, eagle_writing, head_writing, heads
-from specjax.drafters import newest_state_writing as newest_state
-from specjax.drafters.head_files import FoundHead
-from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter, NewestStateDrafter
-from specjax.drafters.head_writing import Kind, Naming, OfTarget
-from specjax.drafters.loading import LoadedDrafter
+from specjax.heads import cards, kinds
+from specjax.heads.equations.dflash import DFlashConfig
+from specjax.heads.equations.eagle3 import Eagle3Config
+from specjax.heads.equations.medusa import MedusaConfig
+from specjax.heads.loading import LoadedDrafter
+from specjax.heads.namings import dflash_writing, eagle_writing, head_writing
+from specjax.heads.namings import newest_state_writing as newest_state
+from specjax.heads.namings.head_files import FoundHead
+from specjax.heads.namings.head_writing import Kind, Naming, OfTarget
+from specjax.heads.specs import DFlashDrafter, EagleDrafter, NewestStateDrafter
 from specjax.models import int8_config, int8_writing
 from specjax.models.base import Json, Model, ModelConfig, Params
-from specjax.models.dflash import DFlashConfig
-from specjax.models.eagle3 import Eagle3Config
 from specjax.models.families import family_of
 from specjax.models.loading import demo_name
-from specjax.models.medusa import MedusaConfig
 from specjax.models.weight_writing import write_file, write_files
 from specjax.runtime.model_files import find_file, read_json
 from specjax.runtime.whole_folders import written_whole
@@ -64,7 +65,7 @@ def save_head(
     _check_kinds(target, card)
     kind = kind_of(config)
     if target is not None:
-        heads.check_fits(head.spec, target.config)
+        kinds.check_fits(head.spec, target.config)
     known = of_target(target, card)
     naming = head_writing.choose(kind, config, known, naming)
     reader = known.config or _stand_in(config)
@@ -77,7 +78,7 @@ def save_head(
     if stored is not None:
         raw |= {int8_config.KEY: int8_config.config_of(tensors)}
         tensors = int8_writing.in_int8(tensors)
-    text = head_cards.text_of(head, kind, naming, known, card or {}, stored=stored)
+    text = cards.text_of(head, kind, naming, known, card or {}, stored=stored)
     with written_whole(folder) as new:
         write_json(new / CONFIG, raw)
         if way.weights_file is None:
@@ -127,7 +128,7 @@ def _name_of(target: Model) -> str | None:
     Of a model that came from neither, None: readers would look for its name on the hub.
     """
     if target.folder is None:
-        return target.name if head_cards.HUB_NAME.fullmatch(target.name) else None
+        return target.name if cards.HUB_NAME.fullmatch(target.name) else None
     found = _IN_HUB_CACHE.search(f"{target.folder}/")
     return "/".join(found.groups()) if found else demo_name(target.folder) or target.folder
 
@@ -190,10 +191,10 @@ def _check_read(
     Args:
       is_rounded: matrices were stored in int8, and may differ by a rounding to that.
     """
-    kinds = {leaf.dtype for leaf in jax.tree.leaves(_floats(params))}
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(_floats(params))}
     dtype = jnp.dtype(jnp.float32)  # holds all that is written
-    if len(kinds) == 1 and not is_rounded:
-        dtype = kinds.pop()
+    if len(dtypes) == 1 and not is_rounded:
+        dtype = dtypes.pop()
     found = _read(new, kind, target, dtype)
     if difference := _difference(config, found.config):
         raise ValueError(
@@ -205,7 +206,7 @@ def _check_read(
 
 
 def _read(new: Path, kind: Kind, target: ModelConfig, dtype: Any) -> FoundHead:
-    found = heads.kind_in(new)
+    found = kinds.kind_in(new)
     if found is None or found.method != kind.method:
         raise AssertionError(f"{new} is read as {found}, and is to be {kind.method}.")
     try:

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 
 from specjax.drafters.base import DrafterSpec
 from specjax.drafters.token_set import TokenSet
+from specjax.heads.equations.dflash import DFlashConfig
+from specjax.heads.equations.eagle import EagleConfig
+from specjax.heads.equations.eagle3 import Eagle3Config
+from specjax.heads.equations.medusa import MedusaConfig
+from specjax.heads.equations.mlp_speculator import MlpSpeculatorConfig
 from specjax.models.base import ModelConfig, RopeConfig
 from specjax.models.config_values import MAX_LAYERS, MAX_SIZE, is_int
-from specjax.models.dflash import DFlashConfig
-from specjax.models.eagle import EagleConfig
-from specjax.models.eagle3 import Eagle3Config
-from specjax.models.medusa import MedusaConfig
-from specjax.models.mlp_speculator import MlpSpeculatorConfig
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
 

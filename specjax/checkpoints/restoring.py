@@ -22,11 +22,11 @@ from jax.typing import DTypeLike
 
 from specjax.checkpoints.stored_tree import StoredArray, StoredTree, listed, open_tree
 from specjax.checkpoints.tree_root import find_root, shown
-from specjax.layouts.converting import matching
-from specjax.layouts.named import variants
-from specjax.layouts.operations import Bounds
-from specjax.layouts.tables import Layout, LayoutName, Place, name_of
 from specjax.models.base import ModelConfig, Params
+from specjax.models.layouts.converting import matching
+from specjax.models.layouts.named import variants
+from specjax.models.layouts.operations import Bounds
+from specjax.models.layouts.tables import Layout, LayoutName, Place, name_of
 from specjax.models.loading import places_of, read_onto, weight_dtype
 from specjax.models.mesh_axes import MeshAxisMap
 from specjax.runtime.host_memory import aligned_copy, give_back

@@ -19,11 +19,11 @@ from etils import epath
 from specjax.checkpoints import folders, records, tokenizer_files
 from specjax.checkpoints.pretrained_folder import check_is_path
 from specjax.checkpoints.stored_tree import is_remote, listed
-from specjax.drafters.loading import LoadedDrafter
-from specjax.layouts.converting import convert
+from specjax.heads.loading import LoadedDrafter
 from specjax.models.base import Model
+from specjax.models.layouts.converting import convert
 from specjax.runtime.jax_settings import entrance
-from specjax.version import __version__
+from specjax.runtime.version import __version__
 
 FORMAT, FORMAT_VERSION = "specjax", 1
 MODEL, DRAFTER = "model", "drafter"

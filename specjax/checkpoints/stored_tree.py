@@ -18,7 +18,7 @@ import numpy as np
 import tensorstore
 from etils import epath
 
-from specjax.layouts.operations import Bounds
+from specjax.models.layouts.operations import Bounds
 from specjax.runtime.host_memory import aligned_empty
 from specjax.runtime.model_files import MAX_JSON_BYTES, parse_object
 

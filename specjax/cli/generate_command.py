@@ -255,7 +255,7 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
     status.show("starting")
     # Not before: these import jax, which takes longer than reading the arguments.
     from specjax.api import generation
-    from specjax.drafters.loading import LoadedDrafter
+    from specjax.heads.loading import LoadedDrafter
     from specjax.runtime import compilation_cache
 
     compilation_cache.enable()
@@ -316,7 +316,7 @@ def _load(arguments: argparse.Namespace, config: SpeculationConfig, engine: Engi
     """Returns the target, and the drafter, its weights or its name."""
     from specjax.api.loading import load_draft_model
     from specjax.checkpoints.any_model import load_any_model
-    from specjax.drafters.loading import is_head, load_drafter
+    from specjax.heads.loading import is_head, load_drafter
 
     source = None if config.method in BY_NAME else config.model
     if source is not None:

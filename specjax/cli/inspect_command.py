@@ -45,7 +45,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns the exit code."""
     # Not before: this imports jax.
-    from specjax.drafters.inspection import inspect
+    from specjax.heads.inspection import inspect
 
     found = inspect(arguments.folder, arguments.target, aux_layer_ids=arguments.aux_layer_ids)
     print(json.dumps(found, indent=2) if arguments.json else render(found))

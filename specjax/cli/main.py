@@ -17,7 +17,7 @@ from specjax.cli.parser import EXIT_BAD_INPUT, Parser
 # Commands that parse their own arguments: module with main(argv), and help text.
 DELEGATED = {
     "bench": (
-        "specjax.bench.command",
+        "specjax.cli.bench.command",
         "measure what speculation gains on this machine",
     ),
 }

@@ -22,7 +22,7 @@ from specjax.decode.absorb import (
 from specjax.decode.state import DecodeState, follow, put_rows, take_rows
 from specjax.decode.step import advance
 from specjax.decode.step_spec import StepSpec
-from specjax.packing import pack, unpack
+from specjax.sampling.packing import pack, unpack
 from specjax.types import RUNNING, BurstPlan, DecoderParams, StepInfo
 
 

@@ -7,13 +7,13 @@ import dataclasses
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax import sharding
 from specjax.config.engine import EngineConfig
 from specjax.config.rules import Rule
 from specjax.decode.kept import KeptShape
 from specjax.decode.rules import NO_OPTIONS, RuleOptions
 from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import DrafterSpec
+from specjax.models import sharding
 from specjax.models.base import ModelConfig
 from specjax.paged import kv_cache
 

@@ -16,7 +16,6 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.implementations import by_name, default_device, trusting
-from specjax import sharding
 from specjax.decode import executable_store, kept
 from specjax.decode import state as decode_state
 from specjax.decode.background import Background
@@ -39,7 +38,7 @@ from specjax.drafters.base import Drafter, DrafterContext, resolve_taps
 from specjax.drafters.guard import DrafterError, guarded, is_own
 from specjax.drafters.history import Pieces
 from specjax.drafters.spec import NoDrafter
-from specjax.models import families
+from specjax.models import families, sharding
 from specjax.models.views import is_view, matrices_of
 from specjax.paged import kv_cache
 from specjax.runtime.jax_settings import in_own_settings

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from pallas_kernels.implementations import default_device
-from specjax import sharding
 from specjax.drafters.base import DrafterSpec, WeightMaker
-from specjax.layouts.once import Once
+from specjax.models import sharding
 from specjax.models.base import ModelConfig
+from specjax.models.layouts.once import Once
 from specjax.models.quantised import num_bytes
 from specjax.types import DecoderParams
 

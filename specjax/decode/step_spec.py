@@ -6,11 +6,11 @@ import dataclasses
 
 from jax import Array
 
-from specjax import sharding
 from specjax.config.rules import Rule
 from specjax.decode.config import DecoderConfig
 from specjax.decode.rules import RuleOptions
 from specjax.drafters.base import Drafter
+from specjax.models import sharding
 from specjax.models.base import MeshAxes, ModelConfig
 
 

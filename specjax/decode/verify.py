@@ -16,7 +16,6 @@ from specjax.decode.rules import Target, choose_by_row, decide, is_decided_by
 from specjax.decode.state import DecodeState
 from specjax.decode.step_spec import StepSpec
 from specjax.models.base import Params
-from specjax.packing import take
 from specjax.paged.forward import (
     Part,
     Tapped,
@@ -38,6 +37,7 @@ from specjax.sampling import (
     target_probs,
     token_logprobs,
 )
+from specjax.sampling.packing import take
 from specjax.sampling.processing import History
 from specjax.sampling.vocabulary import Vocabulary
 from specjax.trees import draft_tree

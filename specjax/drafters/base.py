@@ -51,7 +51,7 @@ DRAFTER_FIELDS = (
     "tree_top_k",
 )
 
-# Axes of a leaf of the state. They are names of specjax.sharding.RULES, not of a mesh.
+# Axes of a leaf of the state. They are names of specjax.models.sharding.RULES, not of a mesh.
 ROWS = PartitionSpec("rows")  # entry r of the first axis belongs to row r
 PAGES = PartitionSpec("pages")  # entry p of the first axis belongs to page p
 SHARED = PartitionSpec()  # belongs to all rows; every shard of a mesh holds the whole leaf

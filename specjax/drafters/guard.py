@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import sharding
 from specjax.config.checks import is_int
 from specjax.drafters.base import Draft, Drafter, DrafterContext, DrafterSpec
+from specjax.models import sharding
 from specjax.models.base import ModelConfig
 from specjax.trees import draft_tree
 from specjax.types import NO_PARENT, DraftTree, Proposal

@@ -24,15 +24,15 @@ from specjax.config.engine import EngineConfig
 from specjax.config.keywords import made
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
-from specjax.drafters.loading import LoadedDrafter
+from specjax.heads.loading import LoadedDrafter
 from specjax.integrations import tunix_weights
 from specjax.integrations.tunix_sampler import EngineSampler
 from specjax.integrations.tunix_weights import as_model as as_model
 from specjax.models.base import Model, Params
+from specjax.models.sharding import DATA, TENSOR
 from specjax.rl.batch import STOP, Rollout
 from specjax.rl.beginning import PromptSeeds
 from specjax.rl.decoder import RolloutDecoder
-from specjax.sharding import DATA, TENSOR
 from specjax.types import DecoderParams
 
 try:

@@ -16,10 +16,10 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from specjax import layouts
-from specjax.layouts.converting import convert as converted
-from specjax.layouts.once import Once
+from specjax.models import layouts
 from specjax.models.base import Model, ModelConfig, Params, RopeConfig
+from specjax.models.layouts.converting import convert as converted
+from specjax.models.layouts.once import Once
 
 try:
     from tunix.models.llama3 import model as llama3  # pyright: ignore[reportMissingImports]

@@ -292,7 +292,7 @@ class Family:
       sources: sources(config, names) -> tree like params that says where each leaf is read
         from (`specjax.models.weights.Source` and others). names: tensors in the file.
       axes: axes(config) -> tree like params of logical axes, a tuple of names per leaf; see
-        `specjax.sharding.RULES`.
+        `specjax.models.sharding.RULES`.
       init: init(key, config, dtype) -> params, random, for tests and benchmarks.
       forward: forward(params, config, token_ids, positions, attend, caches, tensor_axis,
         *, taps, is_token) -> hidden [..., hidden_size] after the final norm, and caches.

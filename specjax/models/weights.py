@@ -99,7 +99,7 @@ class Weight:
     """Description of a leaf of params."""
 
     shape: tuple[int, ...]
-    axes: Axes  # logical, one per axis of shape; see specjax.sharding.RULES
+    axes: Axes  # logical, one per axis of shape; see specjax.models.sharding.RULES
     source: AnySource
     mean: float = 0.0  # mean of its random values
 

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from specjax import sharding
 from specjax.decode.bucket import Bucket
 from specjax.decode.compiler_options import compile_with
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.state import DecodeState
 from specjax.drafters.guard import abstract_drafter_params
+from specjax.models import sharding
 from specjax.models.abstract import abstract_weights as abstract_weights
 from specjax.planning.workspace_fit import BURST, MIXED, PREFILL
 from specjax.types import DecoderParams

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 from pallas_kernels.gpu_targets import described_devices
 from pallas_kernels.implementations import default_device
-from specjax import sharding
 from specjax.config.names import suggestion
 from specjax.configs.devices import DEVICES, GOOGLE, NVIDIA, DeviceFigures
+from specjax.models import sharding
 from specjax.planning.step_prior import ProcessorSpeed
 
 CPU, GPU, TPU = "cpu", "gpu", "tpu"

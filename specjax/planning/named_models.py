@@ -22,8 +22,6 @@ from specjax.config.names import (
 )
 from specjax.configs.heads import HEADS, known_head
 from specjax.configs.models import SHAPES, known_shape
-from specjax.drafters import heads
-from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter
 from specjax.drafters.self_drafter import SelfDrafter
 from specjax.drafters.spec import (
     DrafterSpec,
@@ -32,9 +30,11 @@ from specjax.drafters.spec import (
     NgramDrafter,
     NoDrafter,
 )
+from specjax.heads import kinds
+from specjax.heads.equations.dflash import DFlashConfig
+from specjax.heads.equations.eagle3 import Eagle3Config
+from specjax.heads.specs import DFlashDrafter, EagleDrafter
 from specjax.models.base import ModelConfig
-from specjax.models.dflash import DFlashConfig
-from specjax.models.eagle3 import Eagle3Config
 from specjax.models.hf_config import read_config
 from specjax.models.loading import resolve_folder
 
@@ -116,7 +116,7 @@ def find_drafter(
     if _HUB_NAME.fullmatch(name) and not folder.exists():
         folder = _folder_of_hub(name, fetch=known_shape(name) is None) or folder
     is_folder = name not in (NO_DRAFTER, *BY_NAME) and folder.is_dir()
-    if target is not None and is_folder and (kind := heads.kind_in(folder)) is not None:
+    if target is not None and is_folder and (kind := kinds.kind_in(folder)) is not None:
         return kind.spec(kind.read(folder, target, None, aux_layer_ids).config)
     if aux_layer_ids is not None:
         raise ValueError(
@@ -134,7 +134,7 @@ def find_drafter(
     if (head := known_head(name)) is not None:
         spec = _HEAD_SPECS[type(head)](head)
         if target is not None:
-            heads.check_fits(spec, target)
+            kinds.check_fits(spec, target)
         return spec
     own = find_config(DEMO_NAMES.get(name, name), [*DRAFTERS, *HEADS])
     if target is not None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.implementations import Taken, lowered_for, recorded
-from specjax import sharding
+from specjax.models import sharding
 from specjax.models.quantised import num_bytes
 from specjax.paged import kv_cache
 from specjax.paged.work import model_work

@@ -26,7 +26,7 @@ from specjax.policy.ledger import Ledger
 from specjax.policy.step_cost import StepCosts
 from specjax.policy.survival import Survival
 from specjax.runtime import compilation_cache, kept_files
-from specjax.version import __version__
+from specjax.runtime.version import __version__
 
 FORMAT = 2
 MOST_CATCH_UP_S = 1e3  # largest valid catch-up per token

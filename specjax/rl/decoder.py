@@ -19,7 +19,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from specjax import sharding
 from specjax.api.assemble import Setup
 from specjax.api.handed_weights import completed
 from specjax.api.requests import Refused, token_ids
@@ -30,14 +29,15 @@ from specjax.config.rules import LOSSY_RULES, Rule, VerificationRule
 from specjax.config.speculation import SpeculationConfig
 from specjax.decode.made_weights import MadeWeights
 from specjax.drafters.base import DrafterSpec
-from specjax.drafters.loading import DrafterSource
 from specjax.engine.loop import Loop
 from specjax.engine.metrics import BurstRecord
 from specjax.engine.request import Request
 from specjax.engine.text_feed import group_of
-from specjax.layouts.tables import Layout, LayoutName
+from specjax.heads.loading import DrafterSource
+from specjax.models import sharding
 from specjax.models.abstract import abstract_weights
 from specjax.models.base import Model, ModelConfig, Params
+from specjax.models.layouts.tables import Layout, LayoutName
 from specjax.models.mesh_axes import MeshAxisMap, axes_by_name
 from specjax.paged import kv_cache
 from specjax.policy.interface import ExpectsAcceptance, SpeculationPolicy

@@ -14,11 +14,11 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 
 from pallas_kernels.running_softmax import precision_of
-from specjax.layouts.converting import convert
 from specjax.models.base import LayerCache, ModelConfig, Params
 from specjax.models.blocks import BRANCH
 from specjax.models.families import family_of
 from specjax.models.layers import dense_causal_attention
+from specjax.models.layouts.converting import convert
 from specjax.rl.batch import Rollout
 from specjax.rl.decoder import RolloutDecoder, check_decoder
 from specjax.rl.scoring import Texts

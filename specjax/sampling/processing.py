@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.implementations import by_platform
-from specjax.packing import take
 from specjax.sampling.argmax import (
     FEW_BLOCK,
     block_indices,
@@ -18,6 +17,7 @@ from specjax.sampling.argmax import (
     is_short,
     top_few,
 )
+from specjax.sampling.packing import take
 from specjax.sampling.row_sampling import RowSampling
 from specjax.sampling.vocabulary import WHOLE, Vocabulary
 

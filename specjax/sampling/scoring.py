@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specjax.packing import pack, take, unpack
 from specjax.sampling.choosing import Choice, choose_and
+from specjax.sampling.packing import pack, take, unpack
 from specjax.sampling.processing import (
     History,
     is_plain,

@@ -39,13 +39,13 @@ from specjax.drafters.base import (
     resolve_taps,
 )
 from specjax.drafters.guard import DrafterError, guarded
-from specjax.drafters.loading import DrafterSource, LoadedDrafter, load_drafter
 from specjax.drafters.spec import NoDrafter
 from specjax.engine.admission import make_admission
 from specjax.engine.faults import what_it_proposed
 from specjax.engine.request import Request
 from specjax.engine.rows import Row
 from specjax.engine.text_feed import TextFeed
+from specjax.heads.loading import DrafterSource, LoadedDrafter, load_drafter
 from specjax.models.base import Model
 from specjax.paged.kv_cache import own_pages
 from specjax.sampling import row_values

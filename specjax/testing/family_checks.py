@@ -23,10 +23,10 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from specjax import sharding
 from specjax.api.generation import generate
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
+from specjax.models import sharding
 from specjax.models.abstract import abstract_weights
 from specjax.models.base import (
     Family,
@@ -66,7 +66,7 @@ def check_family(config: ModelConfig | Mapping[str, Any], family: Family | None 
     """Checks a family of models with random weights of one small config.
 
     - `axes` and `sources` are trees like the weights of `init`; every leaf has as many axes as
-      dimensions, of names that `specjax.sharding.RULES` has.
+      dimensions, of names that `specjax.models.sharding.RULES` has.
     - A folder that holds the tensors of `sources` is read as the weights that were written.
     - Tap i is the input of layer i: it depends on the weights of all layers before i and of no
       other. The last tap is the hidden state that `forward` returns.

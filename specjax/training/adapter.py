@@ -26,9 +26,9 @@ from jax import Array
 from jax.core import Tracer
 
 from specjax.config.checks import is_int, is_number
-from specjax.layouts.converting import convert
-from specjax.layouts.tables import leaves_of
 from specjax.models.base import Params
+from specjax.models.layouts.converting import convert
+from specjax.models.layouts.tables import leaves_of
 from specjax.rl.batch import Rollout
 from specjax.rl.decoder import RolloutDecoder, check_decoder
 from specjax.rl.scoring import Texts

@@ -5,7 +5,8 @@ contexts of the tokens before the root and the block itself. The blocks of a tex
 contexts, and do not see each other. A Markov head reads the text's tokens.
 
 Sources: Chen et al. 2026, arXiv:2602.06036 (DFlash), whose blocks begin at tokens drawn at random;
-DeepSpec's DSpark, arXiv:2607.05147; the equations are in `specjax.models.dflash` and `dspark`.
+DeepSpec's DSpark, arXiv:2607.05147; the equations are `specjax.heads.equations.dflash` and
+`dspark`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.drafters.base import DrafterSpec
-from specjax.drafters.head_specs import DFlashDrafter
-from specjax.models import dflash, dspark
+from specjax.heads.equations import dflash, dspark
+from specjax.heads.equations.dflash import DFlashConfig
+from specjax.heads.equations.head_parts import own_logits
+from specjax.heads.specs import DFlashDrafter
 from specjax.models.base import Params
-from specjax.models.dflash import DFlashConfig
-from specjax.models.head_parts import own_logits
 from specjax.training import roots
 from specjax.training.dflash_options import (
     TOKENS_PER_ROOT,

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from specjax.config.speculation import MAX_DEPTH
-from specjax.models import dspark
+from specjax.heads.equations import dspark
+from specjax.heads.equations.dflash import DFlashConfig
 from specjax.models.base import ModelConfig
-from specjax.models.dflash import DFlashConfig
 from specjax.training.options import (
     LAYER_OPTIONS,
     captured_layers,

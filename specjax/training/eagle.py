@@ -2,7 +2,7 @@
 
 The loss is that of the draft tokens alone: EAGLE's paper adds a distance of hidden states.
 Sources: Li et al. 2024, arXiv:2401.15077, section 3; DeepSeek-AI 2024, arXiv:2412.19437, section
-2.2; the equations are in `specjax.models.eagle`.
+2.2; the equations are in `specjax.heads.equations.eagle`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.drafters.base import DrafterSpec
-from specjax.drafters.head_specs import EagleDrafter
-from specjax.models import eagle
+from specjax.heads.equations import eagle
+from specjax.heads.equations.eagle import EagleConfig
+from specjax.heads.specs import EagleDrafter
 from specjax.models.base import ModelConfig, Params, before_final_norm
-from specjax.models.eagle import EagleConfig
 from specjax.training import eagle3
 from specjax.training.drafts import Kind
 from specjax.training.options import LAYER_OPTIONS, check_names, layers_like, with_quiet_layers

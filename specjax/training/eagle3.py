@@ -25,11 +25,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.drafters.base import DrafterSpec
-from specjax.drafters.eagle import AnyEagle, equations_of
-from specjax.drafters.head_specs import EagleDrafter
-from specjax.models import eagle3, head_parts
+from specjax.heads.eagle import AnyEagle, equations_of
+from specjax.heads.equations import eagle3, head_parts
+from specjax.heads.equations.eagle3 import Eagle3Config
+from specjax.heads.specs import EagleDrafter
 from specjax.models.base import LayerCache, ModelConfig, Params
-from specjax.models.eagle3 import Eagle3Config
 from specjax.training.drafts import Drafts, Kind
 from specjax.training.options import (
     LAYER_OPTIONS,

@@ -13,8 +13,8 @@ import optax
 from jax import Array
 from jax.typing import DTypeLike
 
-from specjax import sharding
 from specjax.config.checks import is_int
+from specjax.models import sharding
 from specjax.models.base import ModelConfig, Params
 from specjax.training.drafts import Kind
 from specjax.training.objective import Objective, Sums, loss_of

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.drafters.head_specs import NewestStateDrafter
-from specjax.models import medusa
+from specjax.heads.equations import medusa
+from specjax.heads.equations.medusa import MedusaConfig
+from specjax.heads.specs import NewestStateDrafter
 from specjax.models.base import ModelConfig, Params
-from specjax.models.medusa import MedusaConfig
 from specjax.training.drafts import Drafts, Kind
 from specjax.training.options import check_names, flag_option, head_rows, size_option
 from specjax.training.roots import after_first

@@ -12,10 +12,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.drafters.head_specs import NewestStateDrafter
-from specjax.models import mlp_speculator
+from specjax.heads.equations import mlp_speculator
+from specjax.heads.equations.mlp_speculator import MlpSpeculatorConfig
+from specjax.heads.specs import NewestStateDrafter
 from specjax.models.base import ModelConfig, Params
-from specjax.models.mlp_speculator import MlpSpeculatorConfig
 from specjax.training.drafts import Drafts, Kind
 from specjax.training.options import check_names, flag_option, size_option
 from specjax.training.roots import after_first

@@ -18,7 +18,7 @@ import numpy as np
 from specjax.api.generation import generate
 from specjax.config.checks import is_int
 from specjax.config.sampling import SamplingParams
-from specjax.drafters.loading import DrafterSource
+from specjax.heads.loading import DrafterSource
 from specjax.models.base import Model
 from specjax.runtime.progress import Progress, Report
 from specjax.training.data import TrainingText, from_token_ids

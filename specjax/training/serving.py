@@ -25,9 +25,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax.config.checks import is_int, is_number
 from specjax.decode.kept import KeptShape
-from specjax.drafters.loading import LoadedDrafter
 from specjax.engine.adapting import Adapting, Learned
 from specjax.engine.windows import KeptText
+from specjax.heads.loading import LoadedDrafter
 from specjax.models.base import ModelConfig, Params, resolve_taps
 from specjax.training import figures, learning
 from specjax.training.kinds import kind_of_spec

@@ -15,15 +15,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specjax import optimizers
 from specjax.checkpoints.pretrained import save_pretrained
 from specjax.config.checks import is_int, is_number
 from specjax.config.names import OptimizerName, TrainedKind
-from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.drafters.spec import ModelDrafter
+from specjax.heads.loading import LoadedDrafter, load_drafter
 from specjax.models.base import Model, Params
 from specjax.runtime.progress import Progress, Report
-from specjax.training import figures, learning, options
+from specjax.training import figures, learning, optimizers, options
 from specjax.training.data import TrainingText
 from specjax.training.drafts import Kind
 from specjax.training.figures import Figures

@@ -12,9 +12,9 @@ from specjax.configs.devices import DEVICES
 from specjax.configs.heads import HEADS
 from specjax.configs.models import SHAPES
 from specjax.decode.absorb import WINDOW
-from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter
+from specjax.heads.equations.eagle import EagleConfig
+from specjax.heads.specs import DFlashDrafter, EagleDrafter
 from specjax.models.base import before_final_norm
-from specjax.models.eagle import EagleConfig
 from specjax.paged.work import model_work
 from specjax.planning.roofline import roofline_step_s
 

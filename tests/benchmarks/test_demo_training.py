@@ -14,10 +14,10 @@ import specjax
 from benchmarks.demo import checkpoint_files, corpus, evaluate, learning
 from benchmarks.demo.continuing import continue_prompts
 from benchmarks.demo.pair import DRAFT, TARGET
-from specjax import optimizers
 from specjax.demo.corpus import is_held_out
 from specjax.models import llama
 from specjax.models.dense import sequence_logits
+from specjax.training import optimizers
 
 TINY = dataclasses.replace(
     DRAFT,

@@ -99,13 +99,13 @@ FOR_FAMILIES = {
     "specjax.models.layers.rms_norm",
 }
 FOR_LAYOUTS = {
-    "specjax.layouts.Layout",
-    "specjax.layouts.Place",
-    "specjax.layouts.linen",
-    "specjax.layouts.maxtext",
-    "specjax.layouts.nnx",
-    "specjax.layouts.operations",
-    "specjax.layouts.tunix",
+    "specjax.models.layouts.Layout",
+    "specjax.models.layouts.Place",
+    "specjax.models.layouts.linen",
+    "specjax.models.layouts.maxtext",
+    "specjax.models.layouts.nnx",
+    "specjax.models.layouts.operations",
+    "specjax.models.layouts.tunix",
 }
 FOR_POLICIES = {
     "specjax.decode.bucket.Bucket",

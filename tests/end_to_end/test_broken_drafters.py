@@ -12,8 +12,8 @@ from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.decode import decoder as decoder_module
 from specjax.drafters.base import Drafter, DrafterContext, DrafterSpec
-from specjax.drafters.loading import LoadedDrafter
 from specjax.drafters.spec import NgramDrafter
+from specjax.heads.loading import LoadedDrafter
 
 ENGINE = EngineConfig(page_size=8, max_rows=2, burst_steps=4, max_context=64)
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=16, ignore_eos=True, seed=5)

@@ -14,7 +14,7 @@ from tokenizers import decoders, models
 import specjax
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
-from specjax.drafters.loading import load_drafter
+from specjax.heads.loading import load_drafter
 from specjax.text.tokenization import Tokenizer
 
 VOCAB = 32

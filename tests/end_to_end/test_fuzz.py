@@ -22,7 +22,7 @@ from helpers import assert_engine_is_empty, uncached_logits
 
 import specjax
 from specjax.api.requests import derive_seed
-from specjax.drafters.head_specs import EagleDrafter
+from specjax.heads.specs import EagleDrafter
 from specjax.policy.interface import Decision
 from specjax.sampling.row_sampling import seed_words
 from specjax.sampling.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys

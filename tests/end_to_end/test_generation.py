@@ -27,7 +27,7 @@ from specjax.api.generation import Stream
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.decode.decoder import shared_decoder
-from specjax.drafters.loading import LoadedDrafter
+from specjax.heads.loading import LoadedDrafter
 from specjax.text.tokenization import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)

@@ -19,15 +19,15 @@ from test_absorb import ENGINE, PROMPTS, SAMPLING, InTurn, add_all, drain
 
 import specjax
 from specjax.config.sampling import SamplingParams
-from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter, NewestStateDrafter
 from specjax.drafters.spec import HybridDrafter, ModelDrafter
-from specjax.models import dflash, eagle, eagle3, medusa, mlp_speculator
+from specjax.heads.equations import dflash, eagle, eagle3, medusa, mlp_speculator
+from specjax.heads.equations.dflash import DFlashConfig
+from specjax.heads.equations.eagle import EagleConfig
+from specjax.heads.equations.eagle3 import Eagle3Config
+from specjax.heads.equations.medusa import MedusaConfig
+from specjax.heads.equations.mlp_speculator import MlpSpeculatorConfig
+from specjax.heads.specs import DFlashDrafter, EagleDrafter, NewestStateDrafter
 from specjax.models.base import ModelConfig, before_final_norm
-from specjax.models.dflash import DFlashConfig
-from specjax.models.eagle import EagleConfig
-from specjax.models.eagle3 import Eagle3Config
-from specjax.models.medusa import MedusaConfig
-from specjax.models.mlp_speculator import MlpSpeculatorConfig
 
 SLOW = pytest.mark.slow
 

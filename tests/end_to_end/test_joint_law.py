@@ -20,7 +20,7 @@ import pytest
 from helpers import tiny_llama, uncached_logits
 from scipy import stats
 
-from specjax.bench.fixed_batch import begin
+from specjax.cli.bench.fixed_batch import begin
 from specjax.config.engine import EngineConfig
 from specjax.config.rules import Rule
 from specjax.config.sampling import SamplingParams

@@ -8,7 +8,7 @@ from lossless import EVERYTHING, hold_against, plain, prompts, target
 
 import specjax
 from specjax.config.engine import EngineConfig
-from specjax.drafters.loading import LoadedDrafter
+from specjax.heads.loading import LoadedDrafter
 from specjax.policy.interface import Decision
 from specjax.trees import best_static, static_shapes
 

@@ -10,10 +10,10 @@ from helpers import first_layer, tiny_gpt2, tiny_llama
 from jax.sharding import Mesh
 
 import specjax
-from specjax import sharding
 from specjax.api.generation import Stream
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
+from specjax.models import sharding
 
 PAGE_SIZE = 8
 COLLECTIVE = re.compile(

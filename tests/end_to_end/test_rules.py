@@ -10,7 +10,7 @@ import specjax
 from specjax.api.generation import Stream
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
-from specjax.drafters.loading import load_drafter
+from specjax.heads.loading import load_drafter
 
 SAMPLED = SamplingParams(temperature=1, max_tokens=20, seed=5, logprobs=0)
 RULES = ("seeded", "rejection", "block", "typical", "traversal", "delta", "lenient")

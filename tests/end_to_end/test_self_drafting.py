@@ -19,9 +19,9 @@ from helpers import tiny_gpt2, tiny_llama
 import specjax
 from specjax import EngineConfig, SamplingParams
 from specjax.decode.made_weights import made_weights
-from specjax.drafters.loading import LoadedDrafter
 from specjax.drafters.self_drafter import SelfDrafter
 from specjax.drafters.spec import HybridDrafter
+from specjax.heads.loading import LoadedDrafter
 from specjax.models.quantised import num_bytes
 from specjax.paged import kv_cache
 from specjax.trees.expanding import Growth

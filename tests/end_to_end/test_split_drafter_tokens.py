@@ -18,8 +18,8 @@ from specjax.config.sampling import SamplingParams
 from specjax.decode.sizes import Sizes
 from specjax.drafters import draft_model, one_pass
 from specjax.drafters.base import Draft
-from specjax.drafters.loading import LoadedDrafter
 from specjax.drafters.spec import ModelDrafter
+from specjax.heads.loading import LoadedDrafter
 from specjax.models import partition
 from specjax.types import Proposal
 

@@ -20,10 +20,10 @@ from replayed_weights import SCORE_TIE, Replay
 import specjax
 from specjax.api import handed_weights
 from specjax.config.sampling import SamplingParams
-from specjax.drafters.head_specs import EagleDrafter
-from specjax.drafters.loading import LoadedDrafter
-from specjax.models import eagle3
-from specjax.models.eagle3 import Eagle3Config
+from specjax.heads.equations import eagle3
+from specjax.heads.equations.eagle3 import Eagle3Config
+from specjax.heads.loading import LoadedDrafter
+from specjax.heads.specs import EagleDrafter
 
 # Pages for two rows of four: requests are preempted. Those of test_engine: equal steps.
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True, seed=5)

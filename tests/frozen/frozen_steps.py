@@ -84,7 +84,7 @@ def matching(name: str, **config: Any) -> Pair:
 
 def published_heads() -> dict[str, Any]:
     """Returns heads of every published kind and flag, which tests of their writers have."""
-    sys.path.append(str(Path(__file__).parents[1] / "specjax" / "drafters"))
+    sys.path.append(str(Path(__file__).parents[1] / "specjax" / "heads"))
     from written_heads import CASES
 
     return CASES

@@ -1,6 +1,6 @@
 """Writes what the equations of each format of heads draft, in float64.
 
-    PYTHONPATH=.:tests:tests/specjax/drafters python tests/goldens/make_head_goldens.py
+    PYTHONPATH=.:tests:tests/specjax/heads python tests/goldens/make_head_goldens.py
 
 Each file of `heads` holds tokens i32[16], the hidden states that the head captured at them
 f32[16, captured, 32], and logits f32[3, 2, vocab] of two drafts after three roots: after a prompt

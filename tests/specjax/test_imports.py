@@ -25,7 +25,6 @@ NOT_INSTALLED = ("benchmarks", "tools", "examples")
 MAY_IMPORT_SPECJAX = (
     "benchmarks",
     "specjax.__main__",
-    "specjax.bench",
     "specjax.cli",
     "specjax.integrations",
 )
@@ -59,7 +58,7 @@ MAY_NEED_OPTIONAL = (
     "specjax.integrations",
     "specjax.training.run_store",
     "specjax.demo",
-    "specjax.bench",
+    "specjax.cli.bench",
 )
 # Inside try.
 GUARDED = {

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.tree_attention import tree_attention
 from pallas_kernels.tree_attention.block_sizes import CANDIDATES
 from pallas_kernels.tree_attention.mosaic_tpu import tree_attention_mosaic_tpu
-from specjax.bench.device_report import attention_speed
+from specjax.cli.bench.device_report import attention_speed
 from tools.attention_speed import main
 
 

@@ -11,15 +11,15 @@ from head_equations import TARGET, VOCAB
 import specjax
 from specjax.api.acceptance_alarm import LEAST_STEPS, AcceptanceAlarm
 from specjax.config.sampling import SamplingParams
-from specjax.drafters.head_specs import EagleDrafter, NewestStateDrafter
-from specjax.drafters.loading import LoadedDrafter
 from specjax.drafters.spec import HybridDrafter, ModelDrafter, NgramDrafter
 from specjax.drafters.token_set import TokenSet
 from specjax.engine.request import AcceptanceCounts
-from specjax.models import eagle
-from specjax.models.eagle import EagleConfig
-from specjax.models.eagle3 import Eagle3Config
-from specjax.models.medusa import MedusaConfig
+from specjax.heads.equations import eagle
+from specjax.heads.equations.eagle import EagleConfig
+from specjax.heads.equations.eagle3 import Eagle3Config
+from specjax.heads.equations.medusa import MedusaConfig
+from specjax.heads.loading import LoadedDrafter
+from specjax.heads.specs import EagleDrafter, NewestStateDrafter
 
 HEAD = EagleConfig(
     layers=dataclasses.replace(TARGET.config, num_layers=1),

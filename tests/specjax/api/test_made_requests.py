@@ -10,7 +10,7 @@ from specjax.api.requests import derive_seed, make_requests
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
-from specjax.drafters.loading import load_drafter
+from specjax.heads.loading import load_drafter
 from specjax.text.tokenization import Tokenizer
 from specjax.types import DELTA, REJECTION, SEEDED
 

@@ -8,9 +8,9 @@ from helpers import tiny_llama
 
 import specjax
 from specjax.api.results import Chunk, Completion, Generation, GenerationStats
-from specjax.drafters.loading import load_drafter
 from specjax.engine.metrics import BurstRecord
 from specjax.engine.request import AcceptanceCounts
+from specjax.heads.loading import load_drafter
 
 MOST = 300  # characters
 

@@ -18,8 +18,8 @@ from specjax.config.rules import Rule
 from specjax.config.sampling import SamplingParams
 from specjax.decode.bucket import Bucket
 from specjax.decode.decoder import Decoder
-from specjax.drafters.loading import LoadedDrafter
 from specjax.drafters.spec import NgramDrafter
+from specjax.heads.loading import LoadedDrafter
 from specjax.planning import compiled_memory, plans
 from specjax.planning.abstract_decoder import AbstractDecoder
 from specjax.planning.compiled_memory import burst_bucket, compile_bucket

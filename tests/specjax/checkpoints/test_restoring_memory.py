@@ -45,8 +45,8 @@ SAVE = CONFIG + textwrap.dedent(
     specjax.save_orbax(sys.argv[1], specjax.Model(config, params))
     if sys.argv[2]:
         import orbax.checkpoint as ocp
-        from specjax.layouts import linen
-        from specjax.layouts.tables import nested
+        from specjax.models.layouts import linen
+        from specjax.models.layouts.tables import nested
         tree = nested(linen(config, is_stacked=True).to_theirs(params, config))
         state = {"params": {"params": tree}, "opt_state": {"mu": tree, "nu": tree}}
         ocp.PyTreeCheckpointer().save(sys.argv[2], state)

@@ -16,10 +16,10 @@ from helpers import tiny_llama, tiny_llama_config
 from trainers_models import LinenLlama, NnxLlama
 
 import specjax
-from specjax.layouts import Layout, linen, maxtext
-from specjax.layouts import nnx as nnx_layout
-from specjax.layouts.tables import ROOT, Place, nested
 from specjax.models.base import RopeConfig
+from specjax.models.layouts import Layout, linen, maxtext
+from specjax.models.layouts import nnx as nnx_layout
+from specjax.models.layouts.tables import ROOT, Place, nested
 
 CONFIG = tiny_llama_config(num_layers=3)
 MAXTEXT = tiny_llama_config(

@@ -8,10 +8,10 @@ from head_folders import random_tensors, write
 from helpers import save_llama, tiny_llama
 
 from specjax.cli.main import main
-from specjax.models import eagle, eagle3, medusa
-from specjax.models.eagle import MTP_PREFIX, EagleConfig
-from specjax.models.eagle3 import Eagle3Config
-from specjax.models.medusa import MedusaConfig
+from specjax.heads.equations import eagle, eagle3, medusa
+from specjax.heads.equations.eagle import MTP_PREFIX, EagleConfig
+from specjax.heads.equations.eagle3 import Eagle3Config
+from specjax.heads.equations.medusa import MedusaConfig
 
 WIDTH, VOCAB, LAYERS = 32, 64, 2
 

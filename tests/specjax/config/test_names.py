@@ -8,8 +8,8 @@ from helpers import tiny_llama
 import specjax
 from specjax.config import engine, names, rules, vllm_json
 from specjax.config.names import check_drafter, closest, suggestion
-from specjax.layouts import named, tables
 from specjax.models import loading
+from specjax.models.layouts import named, tables
 from specjax.training import trainer
 
 

@@ -11,7 +11,7 @@ from helpers import first_layer, tiny_llama
 from specjax.config import vllm_json
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.base import DrafterContext
-from specjax.drafters.loading import load_drafter
+from specjax.heads.loading import load_drafter
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 MODEL = {"model": "some/folder", "num_speculative_tokens": 4}

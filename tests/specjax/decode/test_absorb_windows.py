@@ -11,17 +11,17 @@ from asked_for import quick
 from helpers import tiny_llama
 from test_burst import ENGINE, request_of
 
-from specjax.bench.fixed_batch import begin, plan_for_all
+from specjax.cli.bench.fixed_batch import begin, plan_for_all
 from specjax.decode.absorb import FEW_STEPS, WINDOW
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
 from specjax.drafters.base import Drafter, by_none
-from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter
 from specjax.drafters.spec import DrafterSpec
-from specjax.models import dflash, eagle3
-from specjax.models.dflash import DFlashConfig
-from specjax.models.eagle3 import Eagle3Config
+from specjax.heads.equations import dflash, eagle3
+from specjax.heads.equations.dflash import DFlashConfig
+from specjax.heads.equations.eagle3 import Eagle3Config
+from specjax.heads.specs import DFlashDrafter, EagleDrafter
 from specjax.types import DecoderParams
 
 MODEL = tiny_llama(0, num_layers=1)

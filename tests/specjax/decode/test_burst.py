@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import tiny_llama
 
-from specjax.bench.fixed_batch import begin, plan_for_all
+from specjax.cli.bench.fixed_batch import begin, plan_for_all
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.decode.config import DecoderConfig

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from helpers import tiny_llama
 
-from specjax.bench.fixed_batch import begin
+from specjax.cli.bench.fixed_batch import begin
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.draft import draft
 from specjax.decode.sizes import Sizes
-from specjax.drafters.head_specs import DFlashDrafter
 from specjax.drafters.spec import ModelDrafter
 from specjax.engine.request import Request
-from specjax.models import dflash
-from specjax.models.dflash import DFlashConfig
+from specjax.heads.equations import dflash
+from specjax.heads.equations.dflash import DFlashConfig
+from specjax.heads.specs import DFlashDrafter
 from specjax.sampling import row_values
 from specjax.trees.static_shapes import from_widths
 from specjax.types import REJECTION, SEEDED, DecoderParams

@@ -11,8 +11,8 @@ from helpers import tiny_llama
 from specjax.config.engine import EngineConfig
 from specjax.decode.config import DecoderConfig
 from specjax.decode.sizes import Sizes
-from specjax.drafters.head_specs import DFlashDrafter
-from specjax.models.dflash import DFlashConfig
+from specjax.heads.equations.dflash import DFlashConfig
+from specjax.heads.specs import DFlashDrafter
 from specjax.planning.abstract_decoder import AbstractDecoder
 
 pytestmark = [

@@ -13,7 +13,7 @@ import pytest
 from helpers import tiny_llama
 
 from pallas_kernels import layout
-from specjax.bench.fixed_batch import begin
+from specjax.cli.bench.fixed_batch import begin
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.decode.config import DecoderConfig

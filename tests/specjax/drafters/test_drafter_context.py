@@ -11,9 +11,8 @@ import pytest
 from helpers import tiny_gpt2, tiny_llama
 from jax.sharding import Mesh, PartitionSpec
 
-from specjax import sharding
 from specjax.drafters.base import DrafterContext
-from specjax.models import llama
+from specjax.models import llama, sharding
 from specjax.models.base import Model
 from specjax.models.dense import sequence_logits
 from specjax.models.families import FAMILIES

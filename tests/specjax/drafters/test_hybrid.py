@@ -13,12 +13,12 @@ from helpers import tiny_llama
 
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters import base, hybrid, none
-from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter, NewestStateDrafter
 from specjax.drafters.hybrid import MODEL, NO_KIND
 from specjax.drafters.spec import HybridDrafter
-from specjax.models.dflash import DFlashConfig
-from specjax.models.eagle import EagleConfig
-from specjax.models.medusa import MedusaConfig
+from specjax.heads.equations.dflash import DFlashConfig
+from specjax.heads.equations.eagle import EagleConfig
+from specjax.heads.equations.medusa import MedusaConfig
+from specjax.heads.specs import DFlashDrafter, EagleDrafter, NewestStateDrafter
 
 DRAFTER = hybrid.drafter(none.drafter(), num_speculative_tokens=4, capacity=100, min_match=2)
 

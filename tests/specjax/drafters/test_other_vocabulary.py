@@ -11,9 +11,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
-from specjax.drafters.loading import load_drafter
 from specjax.drafters.other_vocabulary import SPELT_AT_ONCE, UNKNOWN, recoded, recoding
 from specjax.drafters.token_set import TokenSet
+from specjax.heads.loading import load_drafter
 from specjax.models.families import family_of
 from specjax.sampling.vocabulary import WHOLE
 from specjax.text.tokenization import Tokenizer

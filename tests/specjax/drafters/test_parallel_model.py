@@ -13,7 +13,7 @@ import pytest
 from helpers import first_layer, save_llama, tiny_llama, uncached_logits
 
 import specjax
-from specjax.bench.fixed_batch import begin
+from specjax.cli.bench.fixed_batch import begin
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
@@ -23,11 +23,11 @@ from specjax.decode.draft import draft
 from specjax.decode.sizes import Sizes
 from specjax.drafters import one_pass
 from specjax.drafters.base import DrafterSpec
-from specjax.drafters.loading import load_drafter
 from specjax.drafters.other_vocabulary import UNKNOWN, Recoding, recoded
 from specjax.drafters.spec import ModelDrafter
 from specjax.drafters.token_set import TokenSet
 from specjax.engine.request import Request
+from specjax.heads.loading import load_drafter
 from specjax.sampling import process_logits, row_values
 from specjax.sampling.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
 from specjax.testing import check_drafter

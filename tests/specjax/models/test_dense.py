@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import tiny_gpt2, tiny_llama, uncached_logits
 
-from specjax.bench.widen import widen
+from specjax.cli.bench.widen import widen
 from specjax.models.dense import sequence_logits
 from specjax.models.layers import layer_norm, rms_norm
 

@@ -12,12 +12,11 @@ from jax.sharding import Mesh, PartitionSpec
 from made_up_families import HERON, NUM_EXPERTS, STILT_JSON, heron_config
 
 import specjax
-from specjax import sharding
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import ModelDrafter, NoDrafter
-from specjax.models import register
+from specjax.models import register, sharding
 from specjax.models.dense import sequence_logits
 from specjax.models.families import FAMILIES, family_of, is_own
 from specjax.models.hf_config import parse_config

@@ -213,7 +213,7 @@ def test_weights_alone_warn_of_nothing(stored):
 
 
 def test_inspect_counts_what_is_stored_and_what_is_loaded(stored):
-    from specjax.drafters.inspection import inspect
+    from specjax.heads.inspection import inspect
 
     folder, tensors = stored()
     found = inspect(folder)

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.implementations import lowered_for
-from specjax import sharding
 from specjax.config.engine import EngineConfig
 from specjax.decode import decoder as decoder_module
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import NgramDrafter
+from specjax.models import sharding
 from specjax.models.base import ModelConfig
 from specjax.models.families import family_of
 from specjax.paged.forward import logits

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from pallas_kernels.gpu_targets import TARGETS
 from pallas_kernels.implementations import Taken, compiler_platform, target_platform
-from specjax import sharding
 from specjax.cli import plan_document, plan_report
 from specjax.config import batch_size_table
 from specjax.config.engine import EngineConfig
@@ -21,6 +20,7 @@ from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import ModelDrafter, NgramDrafter, NoDrafter
+from specjax.models import sharding
 from specjax.planning import abstract_decoder, compiled_memory, devices, named_models, plans
 from specjax.planning.devices import described, find_device
 from specjax.planning.named_models import find_config, find_drafter

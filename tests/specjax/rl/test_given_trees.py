@@ -18,8 +18,8 @@ from trainers_models import NnxLlama
 
 import specjax
 from specjax import EngineConfig, SamplingParams
-from specjax.layouts import nnx as nnx_layout
-from specjax.layouts.named import variants
+from specjax.models.layouts import nnx as nnx_layout
+from specjax.models.layouts.named import variants
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 8, 9, 1, 2]]
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=12, seed=3)

@@ -18,8 +18,9 @@ from asked_for import quick
 from helpers import ROLLOUTS, first_layer, tiny_llama, uncached_logits
 
 import specjax
-from specjax import DecoderParams, EngineConfig, SamplingParams, sharding
+from specjax import DecoderParams, EngineConfig, SamplingParams
 from specjax.drafters.spec import ModelDrafter
+from specjax.models import sharding
 from specjax.rl.batch import ERROR, LENGTH, STOP, UNFINISHED
 from specjax.rl.beginning import begun, expect, longest_first, resumed
 

@@ -26,9 +26,9 @@ from trainers_models import (
 )
 
 import specjax
-from specjax.layouts.tables import leaves_of, nested
 from specjax.models.base import RopeConfig
 from specjax.models.dense import sequence_logits
+from specjax.models.layouts.tables import leaves_of, nested
 
 CONFIG = tiny_llama_config()
 MAXTEXT = tiny_llama_config(head_dim=16, rope=RopeConfig(kind="llama3", theta=5e5, factor=8.0))

@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import specjax
 from specjax import EngineConfig, SamplingParams
 from specjax.api import assemble
-from specjax.layouts.named import variants
 from specjax.models.layers import linear
+from specjax.models.layouts.named import variants
 from specjax.models.views import View
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 8, 9, 1, 2]]

@@ -27,7 +27,6 @@ from specjax.drafters.base import (
     by_page,
     move_nothing,
 )
-from specjax.drafters.loading import LoadedDrafter
 from specjax.drafters.spec import (
     HistoryDrafter,
     HybridDrafter,
@@ -35,6 +34,7 @@ from specjax.drafters.spec import (
     NgramDrafter,
     NoDrafter,
 )
+from specjax.heads.loading import LoadedDrafter
 from specjax.testing import check_drafter
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import from_widths

@@ -11,7 +11,7 @@ import pytest
 from helpers import assert_engine_is_empty, first_layer, tiny_llama
 
 import specjax
-from specjax.drafters.head_specs import EagleDrafter
+from specjax.heads.specs import EagleDrafter
 from specjax.models.dense import sequence_logits
 from specjax.policy.interface import Fixed
 from specjax.training import eagle3

@@ -11,7 +11,7 @@ from flax import nnx
 from helpers import tiny_llama
 
 import specjax
-from specjax.drafters.head_specs import EagleDrafter
+from specjax.heads.specs import EagleDrafter
 from specjax.policy.goodput import Goodput
 from specjax.policy.survival import Survival
 from specjax.training import eagle3, figures, replay

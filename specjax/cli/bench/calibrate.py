@@ -1,0 +1,207 @@
+"""`specjax bench --calibrate`: measures the step costs of a pair on this machine, by bucket.
+
+Every bucket that the goodput policy may choose is compiled and timed at a short and a
+long context, all of them in turn, so that a machine that slows down slows all. The costs
+are kept in the user's cache directory, where `generate` and `Engine` look for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.cli.bench import measuring
+from specjax.config.sampling import SamplingParams
+from specjax.config.speculation import MAX_DEPTH
+from specjax.decode.bucket import Bucket
+from specjax.decode.decoder import Decoder
+from specjax.decode.state import DecodeState
+from specjax.engine.admission import make_admissions
+from specjax.engine.request import Request
+from specjax.engine.rows import Row
+from specjax.runtime.progress import Report
+from specjax.sampling import row_values
+from specjax.types import BurstPlan, DecoderParams
+
+SHORT_CONTEXT = 64
+
+
+class StepTimer:
+    """Bursts of any bucket of a decoder, from the same place each time.
+
+    The keys and values that are read are zeros: what a step costs does not depend on
+    them. Rows share pages where the pool is smaller than all rows together.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        params: DecoderParams,
+        sampling: SamplingParams,
+        *,
+        rule: int = 1,
+        num_steps: int = 8,
+    ):
+        self.decoder, self.params = decoder, decoder.place_params(params)
+        self.num_steps = min(num_steps, decoder.sizes.burst_steps)
+        self._state = decoder.init()
+        for admission in make_admissions(decoder, self._rows(sampling, rule)):
+            self._state = decoder.admit(self._state, admission)
+
+    @property
+    def state(self) -> DecodeState:
+        """The state after admission; a burst donates it."""
+        return self._state
+
+    def longest_context(self, depth: int) -> int:
+        """Returns the most tokens of a row from which a burst can run."""
+        sizes = self.decoder.sizes
+        room = self.num_steps * (1 + depth) + sizes.tree_slots + 2
+        return sizes.max_length - room
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Starts to compile a burst in the background; `run` waits for it."""
+        self.decoder.prepare(self.params, self._state, bucket)
+
+    def run(self, bucket: Bucket, context: int, *, behind: int = 0) -> Any:
+        """Runs one burst of `num_steps` steps, every row with `context` tokens.
+
+        Args:
+          behind: tokens of them that the drafter has not seen.
+        """
+        decoder, rows = self.decoder, self.decoder.sizes.rows
+        lengths = jnp.full(rows, context, jnp.int32)
+        state = dataclasses.replace(
+            self._state,
+            cache=dataclasses.replace(self._state.cache, lengths=lengths),
+            drafter_lengths=lengths - behind,
+            is_active=jnp.zeros(rows, bool),
+        )
+        self._state, _, num_steps = decoder.burst(
+            self.params,
+            state,
+            self._plan(bucket),
+            num_speculative_tokens=bucket.num_speculative_tokens,
+            max_drafts=bucket.max_drafts,
+        )
+        return num_steps
+
+    def _plan(self, bucket: Bucket) -> BurstPlan:
+        sizes, num_shards = self.decoder.sizes, self.decoder.num_shards
+        per_shard, taken = sizes.rows // num_shards, bucket.rows // num_shards
+        is_taken = np.tile(np.arange(per_shard) < taken, num_shards)
+        table = np.arange(sizes.rows * sizes.pages_per_row, dtype=np.int32)
+        table %= sizes.num_pages // num_shards
+        own = np.tile(np.arange(taken, dtype=np.int32), num_shards)
+        return BurstPlan(
+            num_steps=np.int32(self.num_steps),
+            stop_when_finished=np.bool_(False),
+            activate=is_taken,
+            keep=np.ones(sizes.rows, bool),
+            block_table=table.reshape(sizes.rows, sizes.pages_per_row),
+            draft_caps=np.full(sizes.rows, MAX_DEPTH, np.int32),
+            row_ids=None if bucket.rows == sizes.rows else own,
+        )
+
+    def _rows(self, sampling: SamplingParams, rule: int) -> list[Row]:
+        decoder = self.decoder
+        rows = []
+        for index in range(decoder.sizes.rows):
+            values = row_values(
+                sampling,
+                prompt_length=1,
+                eos_token_ids=(),
+                seed=index,
+                engine_config=decoder.engine_config,
+            )
+            request = Request(
+                prompt_index=index,
+                sample_index=0,
+                prompt_token_ids=[0],
+                params=sampling,
+                seed=index,
+                draft_cap=MAX_DEPTH,
+                rule=rule,
+                max_length=decoder.sizes.max_length,
+                sampling_values=values,
+            )
+            shard = index // (decoder.sizes.rows // decoder.num_shards)
+            rows.append(Row(index, shard, request, [0], 0, 0))
+        return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Seconds by round, of every bucket and context."""
+
+    seconds: dict[tuple[Bucket, int], list[float]]
+    catch_up_s: float  # per token that the drafter has not seen, in the row with most of them
+
+    def records(self) -> list[dict[str, Any]]:
+        """Returns the medians as StepCosts keeps them."""
+        return [
+            bucket._asdict()
+            | {
+                "context_tokens": float(bucket.rows * context),
+                "step_s": measuring.median(measured),
+                "num_measurements": len(measured),
+            }
+            for (bucket, context), measured in self.seconds.items()
+        ]
+
+
+def calibrate(
+    timer: StepTimer,
+    buckets: Iterable[Bucket],
+    *,
+    rounds: int = 7,
+    beside: Mapping[Any, Callable[[], Any]] | None = None,
+    report: Report = lambda what, done, total: None,
+) -> tuple[Calibration, dict[Any, list[float]]]:
+    """Times every bucket at a short and a long context, in turn.
+
+    Args:
+      beside: other bursts of as many steps, to be timed in the same rounds.
+      report: told how many buckets are compiled, and how many rounds are measured.
+
+    Returns:
+      The calibration, and the seconds per step of what is `beside`, by round.
+    """
+    buckets, beside = list(buckets), dict(beside or {})
+    drafting = min((b for b in buckets if b.num_speculative_tokens), default=None)
+    longest = timer.longest_context(max(b.num_speculative_tokens for b in buckets))
+    contexts = sorted({min(SHORT_CONTEXT, longest), longest})
+    for done, bucket in enumerate(buckets):
+        report("compiling buckets", done, len(buckets))
+        jax.block_until_ready(timer.run(bucket, contexts[0]))
+    contenders: dict[Any, Callable[[], Any]] = beside | {
+        (bucket, context): functools.partial(timer.run, bucket, context)
+        for bucket in buckets
+        for context in contexts
+    }
+    behind = contexts[-1] - 1
+    if drafting is not None:
+        for num in (0, behind):
+            contenders["behind", num] = functools.partial(
+                timer.run, drafting, contexts[-1], behind=num
+            )
+    seconds: dict[Any, list[float]] = {place: [] for place in contenders}
+    for done in range(rounds):
+        report("measuring", done, rounds)
+        measured = measuring.interleaved(contenders, 1, warms_up=not done, seed=done)
+        for place, (one,) in measured.items():
+            seconds[place].append(one / timer.num_steps)
+    report("measuring", rounds, rounds)
+    catch_up_s = 0.0
+    if drafting is not None:
+        lags = zip(seconds["behind", behind], seconds["behind", 0], strict=True)
+        extra = measuring.median([late - ready for late, ready in lags])
+        catch_up_s = max(extra * timer.num_steps / behind, 0.0)
+    own = {place: seconds[place] for place in contenders if isinstance(place[0], Bucket)}
+    return Calibration(own, catch_up_s), {place: seconds[place] for place in beside}

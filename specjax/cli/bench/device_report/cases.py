@@ -1,0 +1,94 @@
+"""A case of the report: one small measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specjax.cli.bench.device_report.peaks import Peaks, measured_peaks, published_peaks
+from specjax.cli.bench.device_report.random_models import RandomModels
+from specjax.cli.bench.device_report.sizes import ReportSize
+
+SPEED = "device: speed"  # the case of the first stage, which others are compared with
+
+
+class LeftOut(Exception):
+    """The case does not apply to this device; the message is a sentence that says why."""
+
+
+class NotReached(Exception):
+    """The case cannot begin yet; the message is a sentence that says why."""
+
+
+@dataclasses.dataclass
+class Context:
+    """What a case may use.
+
+    Attributes:
+      out: the folder of the report.
+      device: the jax.Device that is measured.
+      result: returns what a case of the report found, in this run or an earlier one, by its key.
+    """
+
+    size: ReportSize
+    out: Path
+    device: Any
+    result: Callable[[str], dict[str, Any] | None]
+    models: RandomModels = dataclasses.field(default_factory=RandomModels)
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.platform == "cpu"
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        """Bytes per second of a copy on this device, reads and writes counted.
+
+        Raises:
+          NotReached: it was not measured.
+        """
+        return self._measured["copy_bytes_per_s"]
+
+    @property
+    def peaks(self) -> Peaks:
+        """The device's figures as published, or as measured here where none are known.
+
+        Raises:
+          NotReached: they are not published, and were not measured.
+        """
+        return published_peaks(self.device) or measured_peaks(self._measured)
+
+    @property
+    def _measured(self) -> dict[str, Any]:
+        found = self.result(SPEED)
+        if not found:
+            raise NotReached(
+                "the speed of the device was not measured: see its own case; with --again-failed "
+                "it is tried once more"
+            )
+        return found
+
+
+class Case(NamedTuple):
+    """A measurement by its name; `run` returns plain JSON, or raises.
+
+    Raises LeftOut where it does not apply.
+    """
+
+    name: str
+    run: Callable[[Context], dict[str, Any]]
+
+
+class Stage(NamedTuple):
+    """Cases that belong together.
+
+    Attributes:
+      share: of the time of the whole report. A stage may use what earlier ones left.
+      cases: makes the cases for a size and a platform, "cpu", "gpu" or "tpu".
+    """
+
+    name: str
+    share: float
+    cases: Callable[[ReportSize, str], Sequence[Case]]
