@@ -18,8 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 COLAB = ROOT / "colab"
 NOTEBOOKS = sorted(COLAB.glob("*.ipynb"))
 NAMES = [path.stem for path in NOTEBOOKS]
-# The other two show what does not pay yet: rollouts eight at a time, and a choice of K.
-GAINS = [COLAB / f"{name}.ipynb" for name in ("quickstart", "tree_drafts", "train_a_drafter")]
 INSTALL_CELL = (COLAB / "install_cell.py").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXAMPLES = {path.stem for path in (ROOT / "examples").glob("*.py")}
@@ -122,7 +120,7 @@ def test_stored_outputs_say_nothing_of_a_machine_and_warn_of_nothing(path):
     assert not re.search(r"0x[0-9a-f]{6,}", text)
 
 
-@pytest.mark.parametrize("path", GAINS, ids=lambda path: path.stem)
+@every_notebook
 def test_the_last_cell_shows_a_gain(path):
     """Times plain decoding, of a table of `compare` or of lines that say so."""
     outputs_of_last = code_cells(path)[-1]["outputs"]
@@ -133,6 +131,14 @@ def test_the_last_cell_shows_a_gain(path):
     ]
     by_line = [float(found) for found in re.findall(r"(\d+\.\d\d) times plain", last)]
     assert max(by_table + by_line) > 1.1
+
+
+def test_the_default_policy_is_as_fast_as_each_k_that_is_fixed():
+    last = "".join(output["text"] for output in code_cells(COLAB / "choosing_k.ipynb")[-1]["outputs"])
+    times = dict(re.findall(r"^(.+?) +[\d.]+ s, (\d\.\d\d) times plain", last, re.MULTILINE))
+    own = float(times.pop("model, goodput"))
+    assert len(times) > 5
+    assert own >= max(map(float, times.values())) - 0.02  # that of the table, too
 
 
 @every_notebook
