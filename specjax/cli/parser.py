@@ -19,7 +19,11 @@ class Parser(argparse.ArgumentParser):
     """Parser with one-line errors, like all errors of this program.
 
     Each command's parser reports the options that it does not know.
+    An abbreviated option is unknown too: the next version may have another that begins so.
     """
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, allow_abbrev=False, **options)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None):
         arguments, unknown = self.parse_known_args(args, namespace)
@@ -62,7 +66,8 @@ def _hint(name: str, options: Mapping[str, str]) -> str:
         return f" ({INSTEAD[name]})"
     if (argument := holder(name)) is not None and argument in options:
         return f" (write {options[argument]} '{{\"{name}\": ...}}')"
-    near = name if name in options else closest(name, options)
+    begun = [known for known in options if known.startswith(name)]
+    near = begun[0] if len(begun) == 1 else closest(name, options)
     return "" if near is None else f" (did you mean {options[near]!r}?)"
 
 

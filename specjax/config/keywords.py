@@ -12,6 +12,7 @@ from specjax.config.names import ELSEWHERE, SIMILARITY, closest
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Config = TypeVar("Config")
+Class = TypeVar("Class", bound=type)
 
 # Names of transformers, vLLM, SGLang, OpenAI and llama.cpp, and the one of the same meaning here;
 # two where a function and a config call it differently.
@@ -81,6 +82,7 @@ OPTIONS = {
     **dict.fromkeys(("tensor_parallel_size", "tp_size", "tp"), "tensor_parallel"),
     **dict.fromkeys(("epochs", "num_epochs", "num_steps", "max_steps"), "steps"),
     "lr": "learning_rate",
+    "k": "num_speculative_tokens",
 }
 _NOT_STRUCTURED = (
     "text is not held to a grammar here; allowed_token_ids restricts tokens, and n draws several "
@@ -253,6 +255,28 @@ def checks_keywords(function: Function) -> Function:
         return function(*arguments, **keywords)
 
     return checked  # pyright: ignore[reportReturnType]
+
+
+def hints_at(attributes: Mapping[str, str]) -> Callable[[Class], Class]:
+    """Returns a decorator of a class that says what to write for attributes it does not have.
+
+    Args:
+      attributes: names as other libraries have them, and what is here in their place.
+    """
+
+    def missing(self: Any, name: str) -> Any:
+        if name in attributes:
+            kind = type(self).__name__
+            article = "an" if kind[0] in "AEIOU" else "a"
+            said = f"{article} {kind} has no attribute {name!r}; {attributes[name]}."
+            raise AttributeError(said, name=name, obj=self)
+        return object.__getattribute__(self, name)  # raises what it would without this
+
+    def decorate(cls: Class) -> Class:
+        cls.__getattr__ = missing
+        return cls
+
+    return decorate
 
 
 def holds_fields(argument: str) -> Callable[[type[Config]], type[Config]]:
