@@ -26,7 +26,7 @@ from specjax.api.results import Chunk, GenerationStats, lossy_rule
 from specjax.api.turns import Turns
 from specjax.config.checks import is_int, is_number
 from specjax.config.engine import EngineConfig
-from specjax.config.keywords import checks_keywords, keyword_check
+from specjax.config.keywords import checks_keywords, hints_at, keyword_check
 from specjax.config.rules import Rule, VerificationRule
 from specjax.config.sampling import SamplingSource
 from specjax.config.speculation import SpeculationConfig
@@ -46,8 +46,14 @@ from specjax.runtime.progress import Progress, Report
 from specjax.types import DecoderParams
 
 T = TypeVar("T")
+_ELSEWHERE = {
+    "generate": "Engine.add takes a prompt and Engine.step runs all; specjax.generate takes "
+    "prompts at once",
+    "run": "`while engine.has_work: engine.step()` runs what Engine.add took",
+}
 
 
+@hints_at(_ELSEWHERE)
 class Engine:
     """Continuous batching: requests are added at any time, and each step advances those that run.
 

@@ -6,10 +6,11 @@ import collections
 import dataclasses
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specjax.api.plots import draw_decisions
 from specjax.api.requests import Refused
+from specjax.config.keywords import hints_at
 from specjax.config.rules import LOSSY_RULES, Rule
 from specjax.config.sampling import SamplingParams
 from specjax.engine.lineage import CacheFill
@@ -158,9 +159,13 @@ class GenerationStats:
         }
 
 
-_OF_EACH = frozenset(field.name for field in dataclasses.fields(Completion))
+_OF_EACH = {
+    field.name: f"each text has its own: out[0].{field.name}"
+    for field in dataclasses.fields(Completion)
+}
 
 
+@hints_at(_OF_EACH)
 class Generation(Sequence[Completion]):
     """The completions of a call, prompt by prompt and sample by sample, and its statistics."""
 
@@ -173,12 +178,6 @@ class Generation(Sequence[Completion]):
 
     def __len__(self) -> int:
         return len(self.completions)
-
-    if not TYPE_CHECKING:  # which would take every name then
-
-        def __getattr__(self, name: str) -> Any:
-            hint = f"; each text has its own: out[0].{name}" if name in _OF_EACH else ""
-            raise AttributeError(f"a Generation has no attribute {name!r}{hint}.")
 
     def __repr__(self) -> str:
         shown = [f"  {completion!r}," for completion in self.completions[:_MOST_SHOWN]]

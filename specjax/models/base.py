@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from specjax.config.keywords import hints_at
+
 # Weights and per-layer caches are plain nested dicts and tuples of arrays: a training
 # loop passes its weights as they are, and jit sees ordinary pytrees.
 Params = dict[str, Any]
@@ -170,6 +172,7 @@ class ModelConfig:
         return dataclasses.replace(self, num_layers=num_layers, **per_layer)
 
 
+@hints_at({"generate": "write specjax.generate(model, prompts)"})
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A loaded model. `params` may be replaced at any time; nothing else holds them."""

@@ -76,6 +76,32 @@ def test_an_engine_says_it_too_before_a_request_is_made():
             add("prompt", max_tokens=5)
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "said"),
+    [
+        (NO_MODEL, "generate", r"^a Model has no attribute 'generate'; write specjax.generate\("),
+        (object.__new__(specjax.Engine), "generate", "^an Engine has .* Engine.add takes a prompt"),
+        (object.__new__(specjax.Engine), "run", "`while engine.has_work: engine.step"),
+        (NO_MODEL, "parms", "^'Model' object has no attribute 'parms'$"),
+    ],
+)
+def test_attributes_of_other_libraries_say_what_to_write(owner, name, said):
+    assert not hasattr(owner, name)
+    with pytest.raises(AttributeError, match=said):
+        getattr(owner, name)
+
+
+def test_what_a_property_lacks_is_said_as_without_hints():
+    @keywords.hints_at({"run": "write walk"})
+    class Owner:
+        @property
+        def walk(self):
+            return self.legs
+
+    with pytest.raises(AttributeError, match=r"^'Owner' object has no attribute 'legs'$"):
+        _ = Owner().walk
+
+
 def test_names_that_are_here_are_not_explained_away():
     """Neither table has a name that a config takes, but for fields of the same name elsewhere."""
     fields = {name for names in keywords._fields_of.values() for name in names}
