@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import copy
 import dataclasses
 import os
@@ -101,38 +102,38 @@ class Engine:
         """
         compilation_cache.enable()
         self._progress = Progress(progress)
-        self._progress.report("loading", 0, 0)
-        setup = Setup.of(
-            target,
-            drafter=drafter,
-            verification=verification,
-            num_speculative_tokens=num_speculative_tokens,
-            speculative_config=speculative_config,
-            engine=engine,
-            mesh=mesh,
-            mesh_axes=mesh_axes,
-        ).with_reported_memory()
-        learner: Any = None
-        if adapt is not None:
-            setup, learner = with_learner(setup, adapt)
-        params, setup = setup.params, setup.without_weights()
-        self._handed = setup.handed_weights(layout)
-        names = [setup.speculation.verification, *other_verifications]
-        for name in names:
-            setup.drafter.check_rule(name, setup.engine.numerics)
-        self._rules = [Rule.of(name) for name in names]
-        self._setup = setup = setup.for_run(self._rules, policy)
-        self._loop: Loop | None = setup.loop(
-            setup.standing_sizes(),
-            self._rules,
-            on_progress=self._progress.report,
-            params=params,
-        )
-        self._handed.note(DecoderParams(params.target, self._own_drafter(self._loop)))
-        if adapt is not None:
-            self._progress.report("compiling what the drafter learns with", 0, 0)
-            attach(adapt, learner, self._loop)
-        self._progress.close()
+        with contextlib.closing(self._progress):
+            self._progress.report("loading", 0, 0)
+            setup = Setup.of(
+                target,
+                drafter=drafter,
+                verification=verification,
+                num_speculative_tokens=num_speculative_tokens,
+                speculative_config=speculative_config,
+                engine=engine,
+                mesh=mesh,
+                mesh_axes=mesh_axes,
+            ).with_reported_memory()
+            learner: Any = None
+            if adapt is not None:
+                setup, learner = with_learner(setup, adapt)
+            params, setup = setup.params, setup.without_weights()
+            self._handed = setup.handed_weights(layout)
+            names = [setup.speculation.verification, *other_verifications]
+            for name in names:
+                setup.drafter.check_rule(name, setup.engine.numerics)
+            self._rules = [Rule.of(name) for name in names]
+            self._setup = setup = setup.for_run(self._rules, policy)
+            self._loop: Loop | None = setup.loop(
+                setup.standing_sizes(),
+                self._rules,
+                on_progress=self._progress.report,
+                params=params,
+            )
+            self._handed.note(DecoderParams(params.target, self._own_drafter(self._loop)))
+            if adapt is not None:
+                self._progress.report("compiling what the drafter learns with", 0, 0)
+                attach(adapt, learner, self._loop)
         self._adapted: tuple[Any, AdaptStats | None] = (), None  # once it is closed
         self._updates = Turns(lambda: False, lambda: None)  # of threads that bring new weights
         self._memory_watch = setup.memory_watch(self._loop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -150,27 +151,28 @@ class Stream:
         self._started_at = time.perf_counter()
         compilation_cache.enable()
         self._progress, self._is_streamed = Progress(progress), is_streamed
-        self._progress.report("loading", 0, 0)
-        setup = Setup.of(
-            target,
-            drafter=drafter,
-            verification=verification,
-            num_speculative_tokens=num_speculative_tokens,
-            speculative_config=speculative_config,
-            engine=engine,
-            mesh=mesh,
-            mesh_axes=mesh_axes,
-        )
-        requests, refused = setup.requests(as_list(prompts), sampling)
-        self._setup = setup.for_run(
-            (each.rule for each in requests), policy, acceptance_kind(requests)
-        ).with_memory_for(requests)
-        sizes, self._requests, unfit = self._setup.sizes(requests)
-        self._failed = [refusal(each) for each in [*refused, *unfit]]
-        if sizes is None:
-            raise ValueError(self._failed[0].error)
-        rules = (request.rule for request in self._requests)
-        self._loop = self._setup.loop(sizes, rules, on_progress=self._progress.report)
+        with contextlib.closing(self._progress):
+            self._progress.report("loading", 0, 0)
+            setup = Setup.of(
+                target,
+                drafter=drafter,
+                verification=verification,
+                num_speculative_tokens=num_speculative_tokens,
+                speculative_config=speculative_config,
+                engine=engine,
+                mesh=mesh,
+                mesh_axes=mesh_axes,
+            )
+            requests, refused = setup.requests(as_list(prompts), sampling)
+            self._setup = setup.for_run(
+                (each.rule for each in requests), policy, acceptance_kind(requests)
+            ).with_memory_for(requests)
+            sizes, self._requests, unfit = self._setup.sizes(requests)
+            self._failed = [refusal(each) for each in [*refused, *unfit]]
+            if sizes is None:
+                raise ValueError(self._failed[0].error)
+            rules = (request.rule for request in self._requests)
+            self._loop = self._setup.loop(sizes, rules, on_progress=self._progress.report)
         for request in self._requests:
             request.is_streamed = is_streamed
             self._loop.add(request)

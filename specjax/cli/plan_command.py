@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from specjax.cli.parser import EXIT_BAD_INPUT, layer_ids
 from specjax.config.checks import CAPTURED
 from specjax.config.engine import GATES, KV_CACHE_DTYPES, EngineConfig
 from specjax.config.speculation import SpeculationConfig
+from specjax.runtime.seconds import every_second
 
 if TYPE_CHECKING:
     from specjax.planning.plan_request import PlanRequest
@@ -233,7 +236,8 @@ def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
             warnings.warn(f"the estimate stands: {error}", stacklevel=2)
         else:
             device = dataclasses.replace(device, speed=speed)
-            plan = plans.make_plan(dataclasses.replace(request, device=device), _Progress())
+            with contextlib.closing(_Progress()) as progress:
+                plan = plans.make_plan(dataclasses.replace(request, device=device), progress)
             if not arguments.json:
                 print(f"\n{plan_report.render(plan)}")
             document = plan_document.to_dict(plan, document)
@@ -323,12 +327,19 @@ class _Progress:
 
     def __init__(self):
         self._began, self._is_shown = time.monotonic(), sys.stderr.isatty()
+        self.close: Callable[[], None] = lambda: None  # ends what shows the seconds
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if not self._is_shown:
             return
-        seconds = time.monotonic() - self._began
+        self.close()
+        before = time.monotonic() - self._began
         count = f"{min(done + 1, total)} of {total}"
-        end = "\n" if done == total else ""
-        line = f"\r\033[K{what} ({count}, {seconds:.0f} s so far)"
-        print(line, end=end, file=sys.stderr, flush=True)
+
+        def show(seconds: float) -> None:
+            line = f"\r\033[K{what} ({count}, {before + seconds:.0f} s so far)"
+            print(line, end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+        show(0)
+        if done < total:
+            self.close = every_second(show)

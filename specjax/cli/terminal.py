@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from specjax.runtime.seconds import every_second
+
 if TYPE_CHECKING:
     from specjax.api.generation import GenerationStats
     from specjax.engine.request import TextPiece, TokenLogProbs
@@ -105,22 +107,31 @@ class TextWriter:
 
 
 class Status:
-    """One line on stderr that says what is going on, where stderr is a terminal."""
+    """One line on stderr that says what is going on, and since when, where stderr is a terminal."""
 
     def __init__(self, stream: TextIO | None = None):
         self._stream = stream or sys.stderr
         self._is_shown = False
         self._is_over = False
+        self._end_seconds: Callable[[], None] = lambda: None
         self.is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def show(self, text: str) -> None:
         if self.is_terminal and not self._is_over:
-            self._stream.write(f"{_CLEAR_LINE}{DIM}{text} ...{RESET}")
-            self._stream.flush()
+            self._end_seconds()
+            self._write(f"{text} ...")
             self._is_shown = True
+            self._end_seconds = every_second(
+                lambda seconds: self._write(f"{text} ... {seconds:.0f} s")
+            )
+
+    def _write(self, text: str) -> None:
+        self._stream.write(f"{_CLEAR_LINE}{DIM}{text}{RESET}")
+        self._stream.flush()
 
     def clear(self) -> None:
         if self._is_shown:
+            self._end_seconds()
             self._stream.write(_CLEAR_LINE)
             self._stream.flush()
             self._is_shown = False

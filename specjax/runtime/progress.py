@@ -13,6 +13,8 @@ with warnings.catch_warnings():  # of a notebook without ipywidgets, where bars 
     warnings.filterwarnings("ignore", "IProgress not found")
     from tqdm.auto import tqdm
 
+from specjax.runtime.seconds import every_second
+
 LOGGER = logging.getLogger("specjax")
 
 # Report(name of the work, units done, units in total or 0 if unknown).
@@ -41,6 +43,7 @@ class Progress:
         self._logged = ("", 0.0)  # the uncounted work under way, and when it began
         self._bar: tqdm | None = None
         self._what = ""
+        self._end_seconds: Callable[[], None] = lambda: None
 
     def report(self, what: str, done: int, total: int) -> None:
         """Reports that `done` of `total` units of `what` are done."""
@@ -74,6 +77,7 @@ class Progress:
 
     def _drop(self, error: Exception) -> None:
         """Stops reporting, with a warning that gives the error."""
+        self._end_seconds()
         what = "progress bars" if self._has_bars else "the progress function"
         self._report, self._has_bars, self._bar = None, False, None
         warnings.warn(
@@ -82,6 +86,7 @@ class Progress:
         )
 
     def _remove_bar(self) -> None:
+        self._end_seconds()
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.close()
@@ -90,11 +95,15 @@ class Progress:
         if what != self._what or self._bar is None:
             self._remove_bar()
             self._what = what
-            self._bar = (
-                tqdm(total=total, desc=what, delay=QUIET_S, leave=False, mininterval=0.2)
-                if total
-                else tqdm(desc=what, bar_format="{desc} ...", leave=False)
-            )
+            if total:
+                self._bar = tqdm(
+                    total=total, desc=what, delay=QUIET_S, leave=False, mininterval=0.2
+                )
+            else:
+                self._bar = bar = tqdm(desc=f"{what} ...", bar_format="{desc}", leave=False)
+                self._end_seconds = every_second(
+                    lambda seconds: bar.set_description_str(f"{what} ... {seconds:.0f} s")
+                )
         self._bar.total = total
         self._bar.update(done - self._bar.n)
 

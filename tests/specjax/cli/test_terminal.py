@@ -143,6 +143,28 @@ def test_status_reports_until_text_follows(monkeypatch):
     assert stream.getvalue() == written
 
 
+def test_status_says_for_how_long_nothing_else_came(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    seconds, ended = [], []
+
+    def every_second(show):
+        seconds.append(show)
+        return lambda: ended.append(show)
+
+    monkeypatch.setattr(terminal, "every_second", every_second)
+    stream = Terminal()
+    status = terminal.Status(stream)
+    status.report("compiling the burst", 0, 0)
+    seconds[0](1.0)
+    seconds[0](12.3)
+    assert stream.getvalue().endswith("\r\x1b[K\x1b[2mcompiling the burst ... 12 s\x1b[0m")
+    status.report("prefill", 64, 500)
+    assert ended == seconds[:1]
+    assert stream.getvalue().endswith("prefill: 64 of 500 ...\x1b[0m")
+    status.end()
+    assert ended == seconds
+
+
 @pytest.mark.parametrize(
     "prompt, expected",
     [

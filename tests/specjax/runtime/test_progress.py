@@ -2,11 +2,13 @@
 
 import io
 import logging
+import threading
 import types
 
 import pytest
 
 from specjax.runtime import progress
+from specjax.runtime import seconds as seconds_module
 from specjax.runtime.progress import Progress
 
 
@@ -73,6 +75,79 @@ def test_a_bar_that_cannot_be_removed_at_the_end_says_so(monkeypatch):
     with pytest.warns(UserWarning, match="progress bars raised BrokenPipe"):
         shown.close()
     shown.close()
+
+
+@pytest.mark.parametrize("ended_by", ["another", "close", "failure"])
+def test_what_is_not_counted_shows_its_seconds_until_it_ends(monkeypatch, ended_by):
+    seconds, ended, drawn = [], [], []
+
+    def every_second(show):
+        seconds.append(show)
+        return lambda: ended.append(show)
+
+    monkeypatch.setattr(progress, "every_second", every_second)
+    monkeypatch.setattr(progress, "tqdm", Bar)
+    draw = lambda bar, text: drawn.append(text)
+    monkeypatch.setattr(Bar, "set_description_str", draw, raising=False)
+    shown = Progress(True)
+    shown.report("compiling the burst", 0, 0)
+    shown.report("compiling the burst", 0, 0)
+    seconds[0](1.0)
+    seconds[0](12.3)
+    assert drawn == ["compiling the burst ... 1 s", "compiling the burst ... 12 s"]
+    assert not ended
+    if ended_by == "another":
+        shown.report("tokens", 1, 9)
+    elif ended_by == "close":
+        shown.close()
+    else:
+        monkeypatch.setattr(Bar, "fails_in", "update")
+        with pytest.warns(UserWarning, match="progress bars raised"):
+            shown.report("compiling the burst", 0, 0)
+    assert ended == seconds
+    assert len(seconds) == 1
+
+
+class Clock:
+    """An event that is waited for in vain so many times, and the time that passed."""
+
+    def __init__(self, waits):
+        self.now, self._waits, self._over = 5.0, waits, threading.Event()
+
+    def wait(self, timeout):
+        if self._waits == 0:
+            self._over.wait()  # for `set`, as by the end of the work
+            return True
+        self._waits -= 1
+        self.now += timeout
+        return False
+
+    def set(self):
+        self._over.set()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_seconds_are_told_until_the_end_or_a_failure(monkeypatch, fails):
+    clock, told, enough = Clock(3), [], threading.Event()
+
+    def show(passed):
+        told.append(passed)
+        if fails or len(told) == 3:
+            enough.set()
+        if fails:
+            raise BrokenPipeError("nobody reads")
+
+    now = types.SimpleNamespace(perf_counter=lambda: clock.now)
+    new = types.SimpleNamespace(
+        Event=lambda: clock, Thread=threading.Thread, main_thread=threading.main_thread
+    )
+    monkeypatch.setattr(seconds_module, "time", now)
+    monkeypatch.setattr(seconds_module, "threading", new)
+    end = seconds_module.every_second(show)
+    assert enough.wait(60)
+    end()
+    end()
+    assert told == ([1.0] if fails else [1.0, 2.0, 3.0])
 
 
 class Terminal(io.StringIO):
