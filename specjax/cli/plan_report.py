@@ -44,7 +44,8 @@ WORDS = {
     "K": "draft tokens of a row and step; 0 is plain decoding",
     "rows": "requests that decode at the same time",
     "context": "tokens of a row, prompt and output together",
-    "ms": "the least milliseconds of a step by roofline: the longer of reading bytes and computing",
+    "ms": "the least milliseconds of a step by roofline: the longer of reading bytes and "
+    "computing; of a CPU those that the measured speed of this one gives",
     "tokens": "expected tokens of a row and step, if drafts stand as often as is assumed",
     "tokens/s": "rows times expected tokens by the seconds of a step: at most, not measured",
     "burst": "several decoding steps in one compiled call",
@@ -116,6 +117,12 @@ def _if_standing(plan: PlanFigures) -> str:
     return f", if {request.acceptance_rate:.0%} of drafts stand" if request.most_drafted else ""
 
 
+def _seconds(plan: PlanFigures) -> str:
+    """Returns what seconds follow from: published peaks, or the measured speed of this machine."""
+    is_published = plan.request.device.speed is None
+    return "roofline seconds" if is_published else "seconds of this processor's measured speed"
+
+
 def _by_context(plan: PlanFigures, document: dict[str, Any]) -> list[str]:
     """Returns the tables whose columns are contexts: rows that fit, K, tokens per second."""
     parts = []
@@ -127,11 +134,11 @@ def _by_context(plan: PlanFigures, document: dict[str, Any]) -> list[str]:
         rows = [(row, *(by[c] for c in contexts)) for row, by in choices.items()]
         if plan.request.most_drafted:
             parts += [
-                f"K by rows and context, by roofline seconds{_if_standing(plan)}:",
+                f"K by rows and context, by {_seconds(plan)}{_if_standing(plan)}:",
                 _table(("rows", *contexts), rows),
             ]
         parts += [
-            "Tokens per second of all rows, by roofline seconds, at most:",
+            f"Tokens per second of all rows, by {_seconds(plan)}, at most:",
             _table(("rows", *contexts), _speed_rows(document, contexts)),
         ]
     return parts
@@ -178,7 +185,7 @@ def _kernel_rows(plan: FullPlan) -> list[tuple[str, str]]:
 
 
 def draw(plan: PlanFigures, path: str | os.PathLike[str]) -> None:
-    """Draws K and the tokens per second by roofline against batch and context, as PNG.
+    """Draws K and the tokens per second against batch and context, as PNG.
 
     Raises:
       what `check_can_draw` raises.
@@ -204,7 +211,7 @@ def draw(plan: PlanFigures, path: str | os.PathLike[str]) -> None:
     figure.legend(title="context of a row", fontsize="small", loc="outside right center")
     figure.suptitle(
         f"{request.target_name} with {request.drafter_name} on {request.device.name}: "
-        f"roofline, not measured, {request.acceptance_rate:.0%} of drafts standing"
+        f"by {_seconds(plan)}, no step measured, {request.acceptance_rate:.0%} of drafts standing"
     )
     figure.savefig(path, format="png", dpi=120)
 
@@ -297,7 +304,8 @@ def _split_row(plan: PlanFigures) -> list[tuple[str, str]]:
 
 
 def _bucket_rows(document: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple]]:
-    head = ("step", "rows", "tokens", "K", "MB", "", "flops/byte", "roofline ms")
+    ms = "roofline ms" if document["processor_speed"] is None else "ms"
+    head = ("step", "rows", "tokens", "K", "MB", "", "flops/byte", ms)
     show = lambda value, scale=1.0: "" if value is None else f"{value * scale:.3g}"
     rows = [
         (

@@ -234,11 +234,21 @@ def test_a_plan_without_a_drafter_has_no_word_of_drafts(capsys):
 
 def test_a_terminal_shows_which_step_compiles(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    seconds, ended = [], []
+
+    def every_second(tell):
+        seconds.append(tell)
+        return lambda: ended.append(tell)
+
+    monkeypatch.setattr(plan_command, "every_second", every_second)
     show = plan_command._Progress()
     show("compiling a prefill", 1, 3)
+    seconds[0](12.0)
     show("compiled", 3, 3)
+    assert ended == seconds
     shown = capsys.readouterr()
     assert "compiling a prefill (2 of 3, 0 s so far)" in shown.err
+    assert "compiling a prefill (2 of 3, 12 s so far)" in shown.err
     assert shown.err.endswith("compiled (3 of 3, 0 s so far)\n")
     assert not shown.out
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
@@ -261,6 +271,13 @@ def test_k_of_a_cpu_follows_from_its_measured_speed(capsys):
     seconds = [step["step_s"] for step in document["steps"] if step["rows"] == 1]
     assert seconds == sorted(seconds)
     assert document["ridge_flops_per_byte"] is None
+    assert main(["plan", "demo", "--drafter", "demo", "--estimate"]) == 0
+    text = capsys.readouterr().out
+    assert "K by rows and context, by seconds of this processor's measured speed, if 70%" in text
+    assert "by seconds of this processor's measured speed, at most:" in text
+    assert "roofline" not in text
+    assert main(["plan", "demo", "--device", "v5e", "--estimate"]) == 0
+    assert "by roofline seconds, at most:" in capsys.readouterr().out
 
 
 def test_every_word_is_explained_in_one_line_and_on_the_page(capsys):
