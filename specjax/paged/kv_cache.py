@@ -87,7 +87,7 @@ def init_pages(
 
 
 def page_shape(
-    config: ModelConfig, num_pages: int, page_size: int, *, kv_shards: int = 1
+    config: ModelConfig, num_pages: int, page_size: int, *, kv_shards: int
 ) -> tuple[int, int, int, int]:
     """Returns the shape of a layer's key pages over all devices; on a TPU, in lanes."""
     _, lines, _, width = layout.page_shape(

@@ -193,6 +193,11 @@ def test_logits_one_by_one_and_some_tokens_alone(monkeypatch):
     check(Texts(said))
 
 
+def test_the_logits_of_a_step_are_kept_at_once_where_they_are_few():
+    assert one_pass.fits(rows=32, num_speculative_tokens=8, vocab_size=128_256)
+    assert not one_pass.fits(rows=256, num_speculative_tokens=8, vocab_size=128_256)
+
+
 @pytest.mark.full
 def test_a_step_takes_one_forward():
     """Its work is that of one forward of a block, and what it keeps ends at the root."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.engine.burst_choice import BurstChoice
+from specjax.policy.interface import Decision
 
 
 @pytest.mark.parametrize(
@@ -28,3 +29,23 @@ def test_a_burst_in_flight_catches_up_with_the_rows_that_it_drafts_for(depth, as
         setattr(scheduler, name, False)
         assert choice._num_behind(rows, tokens).tolist() == [1, 1, 1, 1]
         setattr(scheduler, name, True)
+
+
+@pytest.mark.parametrize(("beside", "expected"), [(None, 2), ("prompts", 8)])
+def test_one_row_without_pages_for_drafts_decodes_plainly_in_few_rows(beside, expected):
+    """Beside prompts steps of all rows alone are sure to be compiled."""
+    scheduler = SimpleNamespace(
+        waiting=[],
+        reserve=lambda rows, num_tokens, least: np.array([num_tokens > 1]),
+        row_buckets=lambda rows, buckets: [*buckets, 8],
+    )
+    choice = BurstChoice.__new__(BurstChoice)
+    faults = SimpleNamespace(is_dropped=lambda bucket, beside: False)
+    choice._run = SimpleNamespace(flights=[], scheduler=scheduler, faults=faults)
+    choice._row_buckets = (2, 4)
+    drafting = Decision(num_speculative_tokens=3, reason="goodput")
+    flight = choice.reserve(np.array([1]), 1, drafting, beside)
+    assert flight.decision == Decision(
+        num_speculative_tokens=0, reason="pages", row_bucket=expected
+    )
+    assert flight.num_steps == 1

@@ -54,6 +54,7 @@ def test_a_long_context_of_many_rows_has_a_short_table():
 def test_the_context_of_the_model_counts_where_none_is_given():
     assert LLAMA.max_position_embeddings == 131_072
     assert chosen("tpu", EngineConfig(max_rows=128)) == 128
+    assert chosen("tpu", EngineConfig(max_rows=128, max_context=8192)) == 64
 
 
 def test_a_small_budget_still_has_a_page_for_each_row():

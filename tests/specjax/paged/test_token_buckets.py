@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import random_model, tiny_gpt2_config, tiny_llama_config, uncached_logits
+from made_up_families import heron_config
 
 from pallas_kernels import layout
+from specjax.models import blocks
 from specjax.paged import forward as flat
 from specjax.paged import kv_cache
 from specjax.paged.token_buckets import equal_chunk, in_buckets, round_up
@@ -131,6 +133,20 @@ def test_bits_at_every_flat_position_and_in_any_chunks(name, dtype):
         # A prompt in two chunks, then drafts and plain steps, behind another row.
         parts = [rows.feed((before, count, 3), 3 * BUCKET) for count in (7, 6, 1, 4, 1, 1)]
         np.testing.assert_array_equal(np.concatenate(parts), one_by_one)
+
+
+def test_experts_are_told_which_tokens_of_a_bucket_are_padding(monkeypatch):
+    told, plain = [], blocks.experts
+
+    def experts(*arguments, is_token, **options):
+        told.append(is_token)
+        return plain(*arguments, is_token=is_token, **options)
+
+    monkeypatch.setattr(blocks, "experts", experts)
+    monkeypatch.setitem(CONFIGS, "experts", heron_config())
+    model = random_model(CONFIGS["experts"], 0)
+    Rows("experts", model.params, "float32", 0).feed((2, 1, 3), BUCKET)
+    assert {each.shape for each in told} == {(BUCKET,)}
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,14 @@ def test_attention_over_blocks_of_queries_is_what_rollouts_report(name, monkeypa
     test_in_float32_it_is_what_rollouts_report(name)
 
 
+def test_only_pages_without_scales_round_what_they_hold():
+    values = jnp.array([0.1, 1 / 3, 300.0])
+    rounded = policy._as_kept(values, jnp.dtype("bfloat16"))
+    np.testing.assert_array_equal(rounded, values.astype("bfloat16").astype("float32"))
+    for dtype in ("int8", "float8_e4m3fn"):
+        assert policy._as_kept(values, jnp.dtype(dtype)) is values
+
+
 @pytest.mark.full
 def test_memory_grows_with_the_width_and_not_its_square():
     run = decoder()

@@ -109,6 +109,11 @@ def test_prompts_end_where_completions_begin():
     assert len({tuple(row) for row in batch.completion_ids.tolist()}) >= 7
     assert set(np.unique(batch.finish_reasons)) == {STOP, LENGTH}
     np.testing.assert_array_equal(batch.is_truncated, batch.finish_reasons == LENGTH)
+    share = float(np.mean(batch.is_truncated))
+    assert share != 0.5
+    assert batch.metrics["truncated_share"] == share
+    assert (batch.metrics["num_unfinished"], batch.metrics["num_errors"]) == (0, 0)
+    assert batch.metrics["longest"] == batch.lengths.max()
     assert batch.is_finished
     assert batch.is_exact
     assert batch.token_ids.shape == batch.token_mask.shape == (8, 58)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 
 import jinja2.sandbox
 import numpy as np
@@ -280,6 +281,15 @@ def test_the_process_has_no_variables_of_the_program(monkeypatch):
     environment = pathlib.Path(f"/proc/{worker._process.pid}/environ").read_text()
     worker.end()
     assert "xyzzy" not in environment
+
+
+def test_a_package_that_the_process_needs_and_is_not_there_is_named(monkeypatch):
+    assert pathlib.Path(template_process._folder_of("jinja2"), "jinja2").is_dir()
+    # None, and what is found where only a folder of that name lies.
+    for found in (None, types.SimpleNamespace(origin=None)):
+        monkeypatch.setattr("importlib.util.find_spec", lambda module, found=found: found)
+        with pytest.raises(OSError, match=r"^jinja2 is not installed, which renders"):
+            template_process._folder_of("jinja2")
 
 
 def test_a_python_that_cannot_be_started_is_named(monkeypatch):

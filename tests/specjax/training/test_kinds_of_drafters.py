@@ -10,7 +10,7 @@ from asked_for import quick
 
 from specjax.drafters.spec import ModelDrafter
 from specjax.testing import tiny_model
-from specjax.training import dflash, draft_model, roots
+from specjax.training import dflash, draft_model, eagle3, roots
 from specjax.training.dflash_options import LearnedConfig
 from specjax.training.kinds import KINDS, kind_of_spec
 from specjax.training.objective import Objective, loss_of
@@ -194,6 +194,17 @@ def test_blocks_in_slices_say_the_same(monkeypatch):
     monkeypatch.setattr(dflash, "QUERIES_AT_ONCE", 3 * config.block_size)
     again = jax.jit(lambda params: sums_of.__wrapped__(kind, config, params, texts())[0])
     parts, same = jax.value_and_grad(again)(params)
+    np.testing.assert_allclose(parts, whole, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), same, slopes)
+
+
+@pytest.mark.full
+def test_queries_in_parts_say_the_same(monkeypatch):
+    kind, config, params = begun("eagle3")
+    ask = lambda params: sums_of.__wrapped__(kind, config, params, texts())[0]
+    whole, slopes = jax.jit(jax.value_and_grad(lambda params: ask(params)))(params)
+    monkeypatch.setattr(eagle3, "QUERIES_AT_ONCE", 6)  # of 16
+    parts, same = jax.jit(jax.value_and_grad(lambda params: ask(params)))(params)
     np.testing.assert_allclose(parts, whole, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), same, slopes)
 
