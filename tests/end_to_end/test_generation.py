@@ -288,10 +288,11 @@ def test_gpt2(prompts, other):
 def test_prompt_up_to_the_last_position():
     """Output ends where the model's positions do, also with drafts in reach of the end."""
     target = tiny_llama(2, max_position_embeddings=32)
-    plain = generate(target, [[1] * 30, [2] * 31])
+    prompts, engine = [[1] * 30, [2] * 31], dataclasses.replace(ENGINE, max_context=None)
+    plain = generate(target, prompts, engine=engine)
     assert [len(c.token_ids) for c in plain] == [2, 1]
     assert {c.finish_reason for c in plain} == {"length"}
-    drafted = generate(target, [[1] * 30, [2] * 31], drafter="ngram", num_speculative_tokens=7)
+    drafted = generate(target, prompts, engine=engine, drafter="ngram", num_speculative_tokens=7)
     assert ids(plain) == ids(drafted)
 
 

@@ -477,3 +477,9 @@ def test_what_a_forward_does_is_counted_in_the_weights_at_hand():
     )
     known = plans.model_work(config, "float32", 1, count)
     assert known == plans.model_work(config, "float32", 1)
+
+
+def test_a_drafter_that_may_not_draft_has_no_pages():
+    setup = Setup.of("demo", drafter="demo", num_speculative_tokens=0)
+    assert (setup.drafter.name, setup.drafter.configs) == ("none", ())
+    assert Setup.of("demo", drafter="demo", num_speculative_tokens=1).drafter.name == "demo-draft"
