@@ -20,7 +20,7 @@ how sure they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.one_belief.seconds import Seconds
 from specjax.decode.bucket import Bucket
 from specjax.decode.decoder import WARM_UP_CALLS
-from specjax.policy.goodput import ladder
+from specjax.policy.goodput import Goodput, ladder
 from specjax.policy.interface import Decision, Load, Outcome
 from specjax.policy.ledger import Ledger
 from specjax.policy.ranked_slots import RankedSlots
@@ -100,7 +100,6 @@ class OneBelief:
         self.ledger = Ledger() if ledger is None else ledger
         self.seconds_lost = 0.0  # to probes, estimated
         self._depths = ladder(max_speculative_tokens) if depths is None else depths
-        self._ranks = ranks
         self._knows_confidence = knows_confidence
         self._num_ran: dict[Bucket, int] = {}
         self._budget_s: float | None = None  # seconds that probes may lose
@@ -108,7 +107,7 @@ class OneBelief:
         self._last: Bucket | None = None  # that ran and was no probe
         self._again: list[Bucket] = []  # probed in the next bursts too, from the end
         self._pending: Bucket | None = None  # probe that was not read back
-        self._buckets_of: dict[int, tuple[Bucket, ...]] = {}  # by rows
+        self._shapes_of = Goodput(max_speculative_tokens, depths=self._depths, ranks=ranks).buckets
         self._rates: dict[Bucket, float] = {}  # tokens per second of the last candidates
         self._missing: set[Bucket] = set()  # candidates that were allowed and not compiled
 
@@ -207,30 +206,13 @@ class OneBelief:
         is_there = load.is_there if begins else load.is_compiled
         rows = [r for r in load.row_buckets if not load.is_dropped(Bucket(r, 0))]
         fewest, *larger = rows or load.row_buckets
-        yield from self.buckets([fewest])
+        yield from self._shapes_of([fewest])
         missing = {
             depth for depth in (0, *self._depths) if not load.is_compiled(Bucket(fewest, depth))
         }
-        for bucket in self.buckets(larger):
+        for bucket in self._shapes_of(larger):
             if bucket.num_speculative_tokens in missing and is_there(bucket):
                 yield bucket
-
-    def buckets(self, row_buckets: Iterable[int]) -> Iterator[Bucket]:
-        """Yields all buckets that may be compiled for the given row buckets."""
-        for rows in row_buckets:
-            if rows not in self._buckets_of:
-                self._buckets_of[rows] = tuple(self._all_buckets(rows))
-            yield from self._buckets_of[rows]
-
-    def _all_buckets(self, rows: int) -> Iterator[Bucket]:
-        yield Bucket(rows, 0)
-        for depth in self._depths:
-            yield Bucket(rows, depth)
-            if not self._ranks or rows == 1:
-                continue
-            for mean in self._depths:
-                if mean < depth:
-                    yield Bucket(rows, depth, rows * mean)
 
     def _first(
         self, candidates: Sequence[_Candidate], load: Load
@@ -258,7 +240,7 @@ class OneBelief:
         """Returns what to compile beside the first bucket of a pair that never drafted."""
         rows = first.bucket.rows
         if load.is_any_coming() or any(
-            self.costs.count(b) for b in self.buckets([rows]) if b.num_speculative_tokens
+            self.costs.count(b) for b in self._shapes_of([rows]) if b.num_speculative_tokens
         ):
             return None
         slots = first.slots

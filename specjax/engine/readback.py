@@ -69,7 +69,9 @@ class Reader:
             for place, row in rows.items():
                 self._update(row, int(drafter_lengths[place]))
         self._observe(flight, rows, num_steps, begun_at)
-        fault = np.max(np.asarray(flight.report.drafter_fault)[:num_steps], initial=0)
+        # A request that ended by an error, as one that forbids every token, says nothing of drafts.
+        sound = [at for at, row in rows.items() if row.request.finish_reason != "error"]
+        fault = np.max(np.asarray(flight.report.drafter_fault)[:num_steps, sound], initial=0)
         if fault:
             run.turn_drafter_off(what_it_proposed(int(fault)))
 

@@ -67,6 +67,11 @@ def read_folder(folder: str | Path) -> FolderConfig:
     raw = Reading(read_json(path))
     try:
         config = parse_config(raw)
+        if not flag(raw, "is_causal", True):
+            raise ValueError(
+                "is_causal=false: each token sees those after it, as in models of embeddings; "
+                "expected a language model, whose tokens see those before them."
+            )
     except ValueError as error:
         raise ValueError(f"{path}: {error!s:.1000}") from error
     notes = []

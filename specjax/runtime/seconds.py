@@ -20,7 +20,7 @@ def every_second(show: Callable[[float], object]) -> Callable[[], None]:
         while not over.wait(1.0) and threading.main_thread().is_alive():
             try:
                 show(time.perf_counter() - began)
-            except Exception:  # the next report meets it too, and says so
+            except Exception:  # any, of a widget or a stream; the next report meets it and warns
                 return
 
     thread = threading.Thread(target=tick, name="specjax seconds", daemon=True)

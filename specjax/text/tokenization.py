@@ -81,7 +81,9 @@ class Tokenizer:
             return None
         backend = tokenizer_json.load(tokenizer_path)
         files = {name: _read_optional(folder, name) for name in (SETTINGS, SPECIAL, ADDED)}
-        config = files[SPECIAL] | files[SETTINGS]
+        # A null says nothing: the other file's value holds.
+        settings = {key: value for key, value in files[SETTINGS].items() if value is not None}
+        config = files[SPECIAL] | settings
         special_tokens = {
             key: text for key in _SPECIAL_TOKENS if (text := _content(folder, key, config.get(key)))
         }

@@ -762,3 +762,18 @@ def test_a_bad_number_of_steps_ends_no_request(make):
         while engine.has_work:
             chunks += engine.step()
         assert chunks[-1].completion.finish_reason == "length"
+
+
+@pytest.mark.full
+def test_a_request_that_forbids_every_token_turns_no_drafter_off():
+    """It ends by an error; its drafts have no probabilities, as those of weights that are NaN."""
+    target, drafter = specjax.testing.tiny_model(1), specjax.testing.tiny_model(2)
+    sizes = specjax.EngineConfig(
+        max_rows=2, max_context=128, page_size=1, num_pages=340, burst_steps=4
+    )
+    speculation = {"max_drafts_per_step": 3, "policy": "fixed"}
+    with specjax.Engine(target, drafter=drafter, engine=sizes, speculative_config=speculation) as e:
+        e.add([5, 6, 7], {"max_tokens": 30, "seed": 1})
+        e.add([1, 2], {"bad_token_ids": list(range(target.config.vocab_size))})
+        while e.has_work:
+            e.step()

@@ -362,7 +362,6 @@ def test_arguments_of_the_template_are_an_object(text, capsys):
     "line, message",
     [
         ("hello", "no JSON"),
-        pytest.param("[" * 5_000 + "]" * 5_000, " is no ", id="deep"),
         ('{"messages": [{"role": "user"}], "chat_template_kwargs": 5}', "expected an object"),
         ('{"prompt": "a", "tools": []}', "'tools' is no sampling parameter"),
         ("5", "a int is no prompt"),
@@ -386,6 +385,18 @@ def test_wrong_line_is_named(line, message, tmp_path):
     with pytest.raises(ValueError, match="line 2: ") as error:
         prompts.collect([], path, is_chat=False)
     assert message in str(error.value)
+
+
+def test_line_that_is_nested_too_deep_is_named(tmp_path, monkeypatch):
+    """json gives up with a RecursionError."""
+    path = write_lines(tmp_path, '"fine"')
+
+    def loads(text):
+        raise RecursionError("maximum recursion depth exceeded")
+
+    monkeypatch.setattr(prompts.json, "loads", loads)
+    with pytest.raises(ValueError, match=r"line 1: .*recursion"):
+        prompts.collect([], path, is_chat=False)
 
 
 def test_file_that_is_no_text_is_named(tmp_path):

@@ -440,6 +440,8 @@ def _(folders):
     assert ends(_add_tokenizer(of(eos_token_id=2), eos_token="t4")) == (2, 4)
     assert ends(_add_tokenizer(of(eos_token_id=[4, 2]), eos_token={"content": "t4"})) == (4, 2)
     assert ends(_add_tokenizer(of(eos_token_id=2), {"eos_token": "t4"})) == (2, 4)
+    assert ends(_add_tokenizer(of(eos_token_id=2), {"eos_token": "t4"}, eos_token=None)) == (2, 4)
+    assert ends(_add_tokenizer(of(eos_token_id=2), {"eos_token": None}, eos_token="t4")) == (2, 4)
     assert ends(_add_tokenizer(of(eos_token_id=2))) == (2,)
     both = folders.of(eos_token_id=2, generation={"eos_token_id": [2, 3]})
     assert ends(_add_tokenizer(both, eos_token="t4")) == (2, 3, 4)
@@ -661,6 +663,13 @@ def test_config_and_generation_config_of_published_folders_are_silent(golden, fo
     names += ["mistral", "granite", "gpt2", "gpt_bigcode"]
     for name in names:
         assert read_folder(golden(name)).notes == (), name
+
+
+def test_a_model_whose_tokens_see_both_ways_is_refused(folders):
+    """transformers 5 and vLLM read such a folder as a model of embeddings."""
+    with pytest.raises(ValueError, match="is_causal=false"):
+        read_folder(folders.of(is_causal=False))
+    silent(folders.of(is_causal=True))
 
 
 def test_keys_that_published_folders_have_are_silent(tmp_path):
