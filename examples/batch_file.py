@@ -4,7 +4,8 @@
 
 Each answer is written when it ends, so answers are in the order in which they end; "line" says
 which prompt each belongs to. A run that was stopped goes on: lines that have an answer are left
-out. A prompt that cannot be served is reported in its own line; the others are answered.
+out, those that have an error are tried again. A prompt that cannot be served is reported in its own
+line; the others are answered.
 """
 
 import argparse
@@ -62,7 +63,8 @@ def answered(path):
     whole, _, rest = (path.read_text(encoding="utf-8") if path.exists() else "").rpartition("\n")
     if rest:
         path.write_text(whole + "\n" * bool(whole), encoding="utf-8")
-    return {json.loads(text)["line"] for text in whole.split("\n") if text}
+    answers = [json.loads(text) for text in whole.split("\n") if text]
+    return {answer["line"] for answer in answers if answer.get("error") is None}
 
 
 if __name__ == "__main__":

@@ -36,34 +36,35 @@ class Server:
 
     async def connected(self, reader, writer):
         """Ends when the request is answered, or its client has left."""
+        reply = Reply(writer)
         try:
             request, body = await read_request(reader)
-            answering = asyncio.create_task(self.answer(request, body, writer))
-            leaving = asyncio.create_task(reader.read())  # returns when the client closes
+            answering = asyncio.create_task(self.answer(request, body, reply))
+            leaving = asyncio.create_task(reader.read(1))  # returns when the client closes
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
             leaving.cancel()
             answering.cancel()  # nothing where it is done; otherwise the engine's stream ends
             with suppress(asyncio.CancelledError):
                 await answering
         except (ValueError, TypeError, LookupError, asyncio.LimitOverrunError) as error:
-            reply(writer, 400, {"error": {"message": f"{type(error).__name__}: {error}"}})
+            reply.fail(400, f"{type(error).__name__}: {error}")
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # the client left first
         finally:
             writer.close()
 
-    async def answer(self, request, body, writer):
+    async def answer(self, request, body, reply):
         if request in ("POST /v1/completions", "POST /v1/chat/completions"):
-            await self.complete(dict(json.loads(body)), "chat" in request, writer)
+            await self.complete(dict(json.loads(body)), "chat" in request, reply)
         elif request == "GET /v1/models":
             models = [{"id": self.target.name, "object": "model"}]
-            reply(writer, 200, {"object": "list", "data": models})
+            reply.whole(200, {"object": "list", "data": models})
         elif request == "GET /metrics":
-            reply(writer, 200, metrics_text(self.engine.stats, self.target.name))
+            reply.whole(200, metrics_text(self.engine.stats, self.target.name))
         else:
-            reply(writer, 404, {"error": {"message": f"{request} is not served here"}})
+            reply.fail(404, f"{request} is not served here")
 
-    async def complete(self, body, is_chat, writer):
+    async def complete(self, body, is_chat, reply):
         """Sends text, chunk by chunk where `stream` asks for it, else in one piece."""
         body.setdefault("max_tokens", body.pop("max_completion_tokens", None))  # its newer name
         if unknown := set(body) - SAMPLING - OTHERS:
@@ -73,28 +74,57 @@ class Server:
         kind = "chat.completion" if is_chat else "text_completion"
         shell = {"id": f"specjax-{time.time_ns()}", "created": int(time.time()), "object": kind}
         shell["model"] = self.target.name
-        begun, done = False, []
-        stream = self.engine.astream(prompt, specjax.SamplingParams(**wanted))
+        is_streamed, done = bool(body.get("stream")), []
+        sampling = specjax.SamplingParams(**wanted)
+        stream = self.engine.astream(prompt, sampling, token_by_token=is_streamed)
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 done += [chunk.completion] if chunk.completion else []
-                if body.get("stream"):
-                    if not begun:  # what is refused was refused before the first chunk
-                        writer.write(head(200, "text/event-stream"))
-                    begun = True
+                if is_streamed:
                     choices = [choice_of(chunk, is_chat, "delta")]
-                    event(writer, shell | {"object": kind + ".chunk" * is_chat, "choices": choices})
-                    await writer.drain()
+                    named = shell | {"object": kind + ".chunk" * is_chat}
+                    await reply.event(named | {"choices": choices})
         num_tokens = len(done[0].prompt_token_ids), sum(len(each.token_ids) for each in done)
         usage = dict(zip(("prompt_tokens", "completion_tokens"), num_tokens))
         usage["total_tokens"] = sum(num_tokens)
-        choices = [choice_of(each, is_chat, "message") for each in done]
-        if not begun:
-            reply(writer, 200, shell | {"choices": choices, "usage": usage})
-        else:
-            if (body.get("stream_options") or {}).get("include_usage"):
-                event(writer, shell | {"choices": [], "usage": usage})
-            writer.write(b"data: [DONE]\n\n")
+        if not is_streamed:
+            choices = [choice_of(each, is_chat, "message") for each in done]
+            reply.whole(200, shell | {"choices": choices, "usage": usage})
+            return
+        if (body.get("stream_options") or {}).get("include_usage"):
+            await reply.event(shell | {"choices": [], "usage": usage})
+        await reply.event("[DONE]")
+
+
+class Reply:
+    """Writes one answer: whole, or as server-sent events; its body ends with the connection."""
+
+    def __init__(self, writer):
+        self.writer, self.is_begun = writer, False
+
+    def whole(self, status, content):
+        """Sends text as it is, anything else as JSON."""
+        is_text = isinstance(content, str)
+        self._begin(status, "text/plain" if is_text else "application/json")
+        self.writer.write((content if is_text else json.dumps(content)).encode())
+
+    async def event(self, content):
+        if not self.is_begun:  # what is refused was refused before the first chunk
+            self._begin(200, "text/event-stream")
+        text = content if isinstance(content, str) else json.dumps(content)
+        self.writer.write(f"data: {text}\n\n".encode())
+        await self.writer.drain()
+
+    def fail(self, status, message):
+        """Sends an error; one status line is all that an answer has."""
+        if not self.is_begun:
+            self.whole(status, {"error": {"message": message}})
+
+    def _begin(self, status, kind):
+        self.is_begun = True
+        line = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}"
+        head = f"{line}\r\nContent-Type: {kind}\r\nConnection: close\r\n\r\n"
+        self.writer.write(head.encode())
 
 
 def choice_of(part, is_chat, key):
@@ -112,24 +142,6 @@ async def read_request(reader):
     if not 0 <= num_bytes <= MOST_BYTES:
         raise ValueError(f"the body has {num_bytes} bytes; expected at most {MOST_BYTES}.")
     return first.rpartition(" ")[0], await reader.readexactly(num_bytes)
-
-
-def head(status, kind):
-    """Returns the head of a reply; its body ends with the connection."""
-    line = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}"
-    return f"{line}\r\nContent-Type: {kind}\r\nConnection: close\r\n\r\n".encode()
-
-
-def reply(writer, status, content):
-    """Sends a whole reply: text as it is, anything else as JSON."""
-    is_text = isinstance(content, str)
-    body = content if is_text else json.dumps(content)
-    writer.write(head(status, "text/plain" if is_text else "application/json") + body.encode())
-
-
-def event(writer, content):
-    """Sends one server-sent event."""
-    writer.write(f"data: {json.dumps(content)}\n\n".encode())
 
 
 async def serve(server, port):

@@ -172,7 +172,7 @@ class Engine:
         Raises:
           ValueError: the request cannot be served; other requests are not affected.
         """
-        return self._add(prompt, sampling, priority, deadline_s=deadline_s, is_streamed=False)
+        return self._add(prompt, sampling, priority, deadline_s=deadline_s)
 
     def step(self, *, max_burst_steps: int | None = None) -> list[Chunk]:
         """Advances running requests by one burst; returns the chunks of text they gained.
@@ -225,7 +225,12 @@ class Engine:
         return True
 
     def stream(
-        self, prompt: Prompt, sampling: SamplingSource | None = None, **arguments: Any
+        self,
+        prompt: Prompt,
+        sampling: SamplingSource | None = None,
+        *,
+        token_by_token: bool = True,
+        **arguments: Any,
     ) -> Iterator[Chunk]:
         """Yields the chunks of a prompt, stepping as needed; arguments as `add`.
 
@@ -233,11 +238,15 @@ class Engine:
         aborts the request. Other requests advance in the same steps; their chunks come from
         `step`, or from their own streams.
 
+        Args:
+          token_by_token: whether bursts are short while this request runs, so that a few tokens
+            come at once. False, for who needs the whole text: bursts are as long as with `add`.
+
         Raises:
           Exception: as of `step`, if this stream called it. Other streams end with a chunk
             whose completion has the error.
         """
-        request_id = self._add(prompt, sampling, is_streamed=True, **arguments)
+        request_id = self._add(prompt, sampling, token_by_token=token_by_token, **arguments)
         try:
             while True:
                 chunks, is_over = self._take_mail(request_id)
@@ -249,13 +258,18 @@ class Engine:
             self._leave(request_id)
 
     async def astream(
-        self, prompt: Prompt, sampling: SamplingSource | None = None, **arguments: Any
+        self,
+        prompt: Prompt,
+        sampling: SamplingSource | None = None,
+        *,
+        token_by_token: bool = True,
+        **arguments: Any,
     ) -> AsyncIterator[Chunk]:
         """Like `stream`, for asyncio: one thread of the engine runs the steps of all streams."""
         # In another thread: neither the event loop nor the steps wait for tokenising.
         loop = asyncio.get_running_loop()
         prompt = await loop.run_in_executor(None, self._token_ids, prompt)
-        request_id = self._add(prompt, sampling, is_streamed=True, **arguments)
+        request_id = self._add(prompt, sampling, token_by_token=token_by_token, **arguments)
         try:
             while True:
                 chunks, is_over = self._take_mail(request_id)
@@ -475,7 +489,7 @@ class Engine:
         priority: int = 0,
         *,
         deadline_s: float | None = None,
-        is_streamed: bool,
+        token_by_token: bool | None = None,  # None: `step` returns its chunks
     ) -> int:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ValueError(f"{priority=!r} must be a whole number, the lowest first.")
@@ -486,12 +500,12 @@ class Engine:
         with self._turns.tables():
             requests = self._made(prompt, sampling)
             for request in requests:
-                request.priority, request.is_streamed = priority, is_streamed
+                request.priority, request.is_streamed = priority, bool(token_by_token)
                 if deadline_s is not None:
                     request.deadline = time.perf_counter() + deadline_s
             request_id = requests[0].prompt_index
             self._num_added += 1
-            self._outbox.open(request_id, requests, is_streamed=is_streamed)
+            self._outbox.open(request_id, requests, is_streamed=token_by_token is not None)
             self._new += requests
             return request_id
 

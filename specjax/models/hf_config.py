@@ -186,8 +186,11 @@ def _mask_token_id(raw: Json, vocab_size: int) -> int | None:
             "PARD-2 drafts from the target's hidden states, which is not supported; use a PARD "
             "model."
         )
-    masks = [token_id(key, raw.get(key), vocab_size) for key in MASK_KEYS]
-    return next((each for each in masks if each is not None), None)
+    said = {key: token_id(key, raw.get(key), vocab_size) for key in MASK_KEYS}
+    masks = {each for each in said.values() if each is not None}
+    if len(masks) > 1:
+        raise ValueError(f"the mask token is {shown(said)}; keep the one it was trained with.")
+    return next(iter(masks), None)
 
 
 def _model_type(raw: Json) -> str:

@@ -24,18 +24,27 @@ _IDLE_NAMES = """
     runner_max_sequence_length scale_attention_softmax_in_fp32 use_flash_attention
     validate_runner_input
     bos_token_id cls_token_id decoder_start_token_id pad_token_id sep_token_id unk_token_id
-    compression_config quantization_config n_ctx num_nextn_predict_layers
+    compression_config quantization_config num_nextn_predict_layers
 """
 _IDLE = frozenset(_IDLE_NAMES.split())
 # Of a generation_config.json, beside those of config.json. max_length is compared by its readers.
 _IDLE_IN_GENERATION = frozenset(("return_dict_in_generate", "output_scores", "output_logits"))
-# Values that change no text: transformers wrote them into every config.json once.
-_NEUTRAL: Json = {
+# Values that change no text: transformers wrote them into every config.json once. Of a key that
+# switches something on, false; of others a number.
+_OFF = """
+    add_cross_attention do_sample early_stopping is_assistant is_encoder_decoder load_in_4bit
+    load_in_8bit low_memory output_logits output_scores remove_invalid_values renormalize_logits
+    return_dict_in_generate tf_legacy_loss token_healing use_mrope
+"""
+_NEUTRAL: Json = dict.fromkeys(_OFF.split(), False) | {
     "diversity_penalty": 0.0,
+    "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
     "guidance_scale": 1.0,
     "length_penalty": 1.0,
     "max_length": 20,
+    "min_length": 0,
+    "no_repeat_ngram_size": 0,
     "num_beam_groups": 1,
     "num_beams": 1,
     "num_return_sequences": 1,
@@ -103,5 +112,9 @@ def _saying(raw: Json, but: Collection[str]) -> list[str]:
     return [
         key
         for key, value in dict.items(raw)
-        if key not in but and value and not key.startswith("_") and value != _NEUTRAL.get(key)
+        # An empty value says nothing. false and 0 may switch off what a model has.
+        if key not in but
+        and value not in (None, "", [], {})
+        and not key.startswith("_")
+        and value != _NEUTRAL.get(key)
     ]

@@ -58,6 +58,12 @@ def open_folder(
             "of several; give a folder in Hugging Face format."
         )
     tensors = _open(found[0])
+    if compares and (unnamed := _unnamed(folder, found)):
+        warnings.warn(
+            f"{folder} holds files of weights that no index names, which are not read: "
+            f"{_listed(unnamed)}. Take them away, or fetch the index again.",
+            stacklevel=2,
+        )
     for other in found[1:] if compares else ():
         if difference := _difference(tensors, other):
             warnings.warn(
@@ -88,6 +94,19 @@ def _candidates(folder: Path, names: Sequence[str]) -> list[Path]:
         is_shard = whole is not None and index is not None and name in _weight_map(index).values()
         found += [path for path in (None if is_shard else whole, index) if path is not None]
     return found
+
+
+def _unnamed(folder: Path, found: Sequence[Path]) -> list[str]:
+    """Returns the shards of a folder that none of its indexes names."""
+    named = {
+        shard
+        for path in found
+        if path.name.endswith(_INDEX)
+        for shard in _weight_map(path).values()
+    }
+    forms = [Path(name) for name in FILE_NAMES]
+    shards = {path.name for form in forms for path in folder.glob(f"{form.stem}-*{form.suffix}")}
+    return sorted(shards - named)
 
 
 def _open(path: Path) -> Tensors:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specjax.config.checks import shown
+from specjax.config.names import suggestion
 from specjax.text import template_process
 from specjax.text.tool_schemas import schema_of
 
@@ -27,6 +29,8 @@ _HERE = "CONTINUED_FROM_HERE "
 # Names that a message's reasoning goes by; templates read the first or the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MEDIA = ("image", "video", "audio", "file")
+_LISTS = ("tools", "documents")
+_ARGUMENTS = (*_LISTS, "chat_template", "add_generation_prompt", "continue_final_message")
 # Arguments of apply_chat_template and of vLLM's chat that have no effect here, by the values that
 # ask for none, and what to do.
 _IDS = "the ids of one prompt are returned as a list"
@@ -102,6 +106,10 @@ def render(
         forbidden operation, or takes more than a limit of `template_process`.
     """
     _check_taken(variables)
+    if not isinstance(add_generation_prompt, bool | None):
+        raise ValueError(
+            f"add_generation_prompt={shown(add_generation_prompt)} must be True, False or None."
+        )
     messages = [_message(message) for message in _listed("messages", messages)]
     if not messages:
         raise ValueError("there are no messages; give at least one.")
@@ -114,13 +122,7 @@ def render(
         final = _marked(source, messages, continue_final_message)
     given = {"tools": None if tools is None else [_tool(tool) for tool in _listed("tools", tools)]}
     given["documents"] = None if documents is None else _listed("documents", documents)
-    for name, value in given.items():
-        if value and name not in source:
-            warnings.warn(
-                f"this chat template has no place for {name}, which the model will not see; name "
-                "another by chat_template=, or describe them in a message.",
-                stacklevel=4,
-            )
+    _warn_of_unseen(source, {**variables, **given})
     text = _rendered(
         source,
         {
@@ -168,6 +170,21 @@ def _check_taken(variables: Mapping[str, Any]) -> None:
         value = variables.get(name, harmless[0])
         if not any(value is each or value == each for each in harmless):
             raise ValueError(f"{name}={shown(value)} is not available: {instead}.")
+
+
+def _warn_of_unseen(source: str, given: Mapping[str, Any]) -> None:
+    """Warns of variables that a template does not name."""
+    for name, value in given.items():
+        is_said = value is not None and name not in _NOT_TAKEN and not name.endswith("_token")
+        if not is_said or name in source or (name in _LISTS and not value):
+            continue
+        known = () if name in _LISTS else (*_ARGUMENTS, *re.findall(r"\w+", source))
+        meant = suggestion(name, known)
+        warnings.warn(
+            f"this chat template has no place for {name:.100}, which has no effect{meant}; name "
+            "another template by chat_template=, or say it in a message.",
+            stacklevel=5,
+        )
 
 
 def _listed(name: str, values: Any) -> list[Any]:

@@ -25,6 +25,7 @@ from specjax.text.continuing import Continuing
 from specjax.text.tokenizer_json import is_library_error
 
 Message = Mapping[str, Any]
+TEMPLATE, LEGACY_TEMPLATE = "chat_template.jinja", "chat_template.json"
 MORE_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 _SPECIAL_TOKENS = (
     "bos_token",
@@ -89,13 +90,10 @@ class Tokenizer:
         }
         notes = add_missing(backend, folder, files, special_tokens)
         notes += settings_that_do_not_hold(backend, folder, files[SETTINGS], special_tokens)
-        for note in notes:
+        chat_template, more = _chat_template(folder, settings)
+        for note in (*notes, *more):
             warnings.warn(note, stacklevel=2)
-        return cls(
-            backend,
-            special_tokens=special_tokens,
-            chat_template=_chat_template(folder, config),
-        )
+        return cls(backend, special_tokens=special_tokens, chat_template=chat_template)
 
     @property
     def vocab_size(self) -> int:
@@ -296,34 +294,56 @@ def _library_errors(action: str) -> Iterator[None]:
         raise ValueError(_FAILED.format(action, error)) from error
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Returns the template of a folder, or several by name.
+def _chat_template(
+    folder: Path, settings: Mapping[str, Any]
+) -> tuple[str | dict[str, str] | None, list[str]]:
+    """Returns the template of a folder, or several by name; and what others its files hold.
 
     Files of one template each win over chat_template.json, which wins over tokenizer_config.json.
     """
-    files = {"default": "chat_template.jinja"}
+    files = {"default": TEMPLATE}
     more = folder / MORE_TEMPLATES
     if more.is_dir():
         names = sorted(each.stem for each in more.iterdir() if each.suffix == ".jinja")
         files |= {name: f"{MORE_TEMPLATES}/{name}.jinja" for name in names}
-    found = {name: _text(path) for name in files if (path := find_file(folder, files[name]))}
-    if found:
-        return found["default"] if found.keys() == {"default"} else found
-    legacy = _read_optional(folder, "chat_template.json")
-    template = legacy.get("chat_template", config.get("chat_template"))
+    texts = {name: _text(path) for name in files if (path := find_file(folder, files[name]))}
+    notes: list[str] = []
+    legacy = _read_optional(folder, LEGACY_TEMPLATE)
+    where = TEMPLATE if texts.keys() == {"default"} else MORE_TEMPLATES
+    found = {where: texts}
+    for name, config in ((LEGACY_TEMPLATE, legacy), (SETTINGS, settings)):
+        found[name] = _named(folder, name, config.get("chat_template"), notes)
+    found = {name: named for name, named in found.items() if named}
+    first = next(iter(found), None)
+    if first is None:
+        return None, notes
+    named = found.pop(first)
+    notes += [
+        f"{folder}/{first} and {other} hold different chat templates; the former is used. Remove "
+        "the other."
+        for other, others in found.items()
+        if others != named
+    ]
+    return (named["default"] if named.keys() == {"default"} else named), notes
+
+
+def _named(folder: Path, name: str, template: Any, notes: list[str]) -> dict[str, str]:
+    """Returns the templates of a file by name, {} of None; adds to what there is to say."""
     if template is None or isinstance(template, str):
-        return template
+        return {"default": template} if template else {}
     named: dict[str, str] = {}
     for entry in template if isinstance(template, list) else [template]:
-        name, text = (
+        key, text = (
             (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (0, 0)
         )
-        if not isinstance(name, str) or not isinstance(text, str):
+        if not isinstance(key, str) or not isinstance(text, str):
             raise ValueError(
-                f"a chat template in {folder} is {str(entry)[:100]}, expected text or a list of "
-                "objects with name and template; fetch tokenizer_config.json again."
+                f"a chat template in {folder}/{name} is {str(entry)[:100]}, expected text or a "
+                "list of objects with name and template; fetch the file again."
             )
-        named[name] = text
+        if named.get(key, text) != text:
+            notes.append(f"{folder}/{name} has two chat templates {key!r:.50}; the last is used.")
+        named[key] = text
     return named
 
 

@@ -154,8 +154,8 @@ def test_whoever_reads_token_by_token_gets_two_at_a_time(make, target, plain):
     """By each kind of stream; batch work keeps bursts of burst_steps, before and after."""
     (prompt,) = prompts(1)
 
-    async def read(engine):
-        return [chunk async for chunk in engine.astream(prompt, PLAIN)]
+    async def read(engine, **how):
+        return [chunk async for chunk in engine.astream(prompt, PLAIN, **how)]
 
     def batch(engine):
         engine.add(prompt, PLAIN)
@@ -167,13 +167,15 @@ def test_whoever_reads_token_by_token_gets_two_at_a_time(make, target, plain):
             ("add", batch, 4),
             ("stream", lambda engine: list(engine.stream(prompt, PLAIN)), 2),
             ("astream", lambda engine: asyncio.run(read(engine)), 2),
+            ("whole", lambda engine: [*engine.stream(prompt, PLAIN, token_by_token=False)], 4),
+            ("awhole", lambda engine: asyncio.run(read(engine, token_by_token=False)), 4),
             ("add again", batch, 4),
         ):
             num_before = len(num_steps_run(engine))
             chunks = run(engine)
             assert num_steps_run(engine)[num_before:] == [most] * (40 // most), name
             if chunks:
-                assert [len(chunk.token_ids) for chunk in chunks] == [2] * 20, name
+                assert [len(chunk.token_ids) for chunk in chunks] == [most] * (40 // most), name
                 assert [t for chunk in chunks for t in chunk.token_ids] == plain(prompt), name
     chunks = specjax.stream(target, prompt, sampling=PLAIN, engine=ENGINE)
     assert [len(chunk.token_ids) for chunk in chunks] == [2] * 20

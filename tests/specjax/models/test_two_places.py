@@ -326,6 +326,14 @@ def _(folders):
     noted(folders.of("llama", multi_query=True), "does not read: multi_query")
 
 
+@row("the mask token of a parallel draft model")
+def _(folders):
+    for names in ({"pard_token": 7}, {"ptd_token_id": 7}, {"pard_token": 7, "ptd_token_id": 7}):
+        assert silent(folders.of(**names)).config.mask_token_id == 7
+    with refused("mask token is .*7.*8"):
+        load_model(folders.of(pard_token=7, ptd_token_id=8))
+
+
 @row("sizes of config.json and of tensors")
 def _(folders):
     wrong = {"vocab_size": 90, "head_dim": 16, "num_key_value_heads": 4, "intermediate_size": 40}
@@ -404,6 +412,10 @@ def _(folders):
     unread |= {"num_experts": 4, "final_logit_softcapping": 30.0}
     for key, value in unread.items():
         noted(folders.of("qwen2", **{key: value}), f"qwen2 model does not read: {key}\\.")
+    # false and 0 switch off what the family has.
+    for key in ("use_qk_norm", "qkv_bias", "use_rope"):
+        noted(folders.of("qwen3", **{key: False}), f"qwen3 model does not read: {key}\\.")
+    noted(folders.of(attn_scale=0.0, n_ctx=5), r"llama model does not read: attn_scale, n_ctx\.")
     idle = {"use_cache": True, "_name_or_path": "a", "attention_dropout": 0.1, "use_mrope": False}
     silent(folders.of("qwen2", **idle))
     silent(folders.of("granite", embedding_multiplier=2.0))
@@ -603,6 +615,24 @@ def _(folders):
         assert _is_read(folder, tensors | {"other": twice["other"]})
     folders.put(folder, twice | {names[0]: tensors[names[0]]}, "b.safetensors")
     assert _is_read(folder, tensors | {"other": twice["other"]})
+
+
+@row("files that no index names")
+def _(folders):
+    folder = folders.of()
+    tensors = {name: np.array(tensor) for name, tensor in open_folder(folder).items()}
+    for name in ("consolidated.safetensors", "rust_model.ot"):
+        (folder / name).write_bytes(b"not read")
+    assert _is_read(folder, tensors)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert _is_read(folder, tensors)
+    for name in ("model-00002-of-00003.safetensors", "pytorch_model-00001-of-00002.bin"):
+        (folder / name).write_bytes(b"not read")
+        with warned(rf"no index names, which are not read: {name}\. Take"):
+            assert _is_read(folder, tensors)
+        (folder / name).unlink()
 
 
 @row("tensors that nothing uses")

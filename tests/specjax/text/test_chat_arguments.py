@@ -59,7 +59,7 @@ def test_templates_by_name(tmp_path, form):
     text."""
     if form == "list":
         tokenizer = _from(tmp_path, AS_LIST)
-    elif form == "files":
+    elif form == "files":  # beside which the list says the same
         more = {name: NAMED[name] for name in ("tool_use", "rag")}
         tokenizer = _from(tmp_path, AS_LIST, chat_template=NAMED["default"], **more)
     else:
@@ -78,12 +78,33 @@ def test_templates_by_name(tmp_path, form):
 def test_files_of_templates_win_over_the_config(tmp_path):
     config = {"chat_template": "of the config"}
     assert _from(tmp_path, config).render_chat(ASKED) == "of the config"
-    tokenizer = _from(tmp_path, config, rag="only {{ bos_token }}")
+    with pytest.warns(match=r"additional_chat_templates and tokenizer_config.json hold different"):
+        tokenizer = _from(tmp_path, config, rag="only {{ bos_token }}")
     assert tokenizer.chat_template == {"rag": "only {{ bos_token }}"}
     assert tokenizer.render_chat(ASKED, chat_template="rag") == "only <s>"
     with pytest.raises(ValueError, match="templates named rag, and none is the default"):
         tokenizer.render_chat(ASKED)
-    assert _from(tmp_path, config, chat_template="file").chat_template["default"] == "file"
+    with pytest.warns(match=r"additional_chat_templates and tokenizer_config.json hold different"):
+        tokenizer = _from(tmp_path, config, chat_template="file")
+    assert tokenizer.chat_template["default"] == "file"
+
+
+def test_chat_templates_in_two_files(tmp_path):
+    """Silent where files agree or say null; else the first is used, and the other named."""
+    legacy = tmp_path / "chat_template.json"
+    legacy.write_text(json.dumps({"chat_template": None}))
+    assert _from(tmp_path, {"chat_template": "a"}).chat_template == "a"
+    legacy.write_text(json.dumps({"chat_template": "a"}))
+    assert _from(tmp_path, {"chat_template": "a"}).chat_template == "a"
+    with pytest.warns(match=r"chat_template.json and tokenizer_config.json hold different chat"):
+        assert _from(tmp_path, AS_LIST).chat_template == "a"
+    with pytest.warns(match=r"chat_template.jinja and chat_template.json hold different chat"):
+        assert _from(tmp_path, {"chat_template": "b"}, chat_template="b").chat_template == "b"
+    legacy.unlink()
+    twice = {"chat_template": [{"name": "rag", "template": text} for text in "aab"]}
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.warns(match=r"tokenizer_config.json has two chat templates 'rag'; the last"):
+        assert _from(tmp_path, twice).chat_template == {"rag": "b"}
 
 
 @pytest.mark.parametrize(
@@ -237,12 +258,17 @@ def test_images_are_refused_by_name(kind):
 
 def test_what_the_template_has_no_place_for_is_said():
     render = _tokenizer().render_chat
-    with pytest.warns(UserWarning, match="no place for documents, which the model will not see"):
+    with pytest.warns(UserWarning, match="no place for documents, which has no effect; name"):
         render(ASKED, documents=[DOCUMENT])
+    with pytest.warns(UserWarning, match="no place for enable_thinking, which"):
+        render(ASKED, enable_thinking=False)
+    with pytest.warns(UserWarning, match=r"\(did you mean 'add_generation_prompt'\?\)"):
+        render(ASKED, add_generation_promt=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        render(ASKED, documents=[], tools=None)
-        _tokenizer("{{ tools }}{{ documents }}").render_chat(ASKED, tools=[TOOL], documents=[{}])
+        render(ASKED, documents=[], tools=None, padding=False, tokenizer_kwargs={}, more=None)
+        of_all = _tokenizer("{{ tools }}{{ documents }}{{ enable_thinking }}").render_chat
+        of_all(ASKED, tools=[TOOL], documents=[{}], enable_thinking=False)
 
 
 class Unit(enum.Enum):

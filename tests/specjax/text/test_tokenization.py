@@ -125,7 +125,9 @@ def test_where_the_template_is_found(folder):
     config.write_text(json.dumps({"chat_template": "from config"}))
     assert render() == "from config"
     (folder / "chat_template.json").write_text('{"chat_template": "from json"}')
+    config.write_text("{}")
     assert render() == "from json"
+    (folder / "chat_template.json").unlink()
     (folder / "chat_template.jinja").write_text("from jinja")
     assert render() == "from jinja"
 
