@@ -38,7 +38,7 @@ ENGINE = specjax.EngineConfig(
     row_buckets=(2, 4),
     max_context=96,
     max_prefill_tokens=128,
-    burst_steps=2,
+    burst_steps=4,
     max_logprobs=1,
 )
 

@@ -50,8 +50,8 @@ def attend(example, implementation=None, turn=lambda arguments: arguments):
 
 
 # An example compiles for a second. Those of neither are nightly.
-QUICK = ("mixed", "tree_window", "sinks_tree_bfloat16")
-GATE = (*QUICK, "chain", "nothing_new", "bfloat16", "wide_tree", "softcap")
+QUICK = ("tree_window", "sinks_tree_bfloat16")
+GATE = (*QUICK, "mixed", "chain", "nothing_new", "bfloat16", "wide_tree", "softcap")
 
 
 @pytest.mark.parametrize(

@@ -137,9 +137,7 @@ def test_bits_and_units_of_a_kernel_are_equal(has_races):
     quick(
         EXAMPLES,
         *(
-            "mixed",
             "past_a_tile",
-            "ties",
             "bias_and_thresholds",
             "nothing_left",
             "not_finite",

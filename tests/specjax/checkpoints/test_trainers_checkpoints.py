@@ -74,7 +74,7 @@ TRAINERS = {
 }
 
 
-@pytest.fixture(scope="module", params=quick(TRAINERS, "nnx", "linen, scanned", "maxtext, scanned"))
+@pytest.fixture(scope="module", params=quick(TRAINERS, "nnx", "maxtext, scanned"))
 def trained(request):
     """Returns config, layout, the weights as the trainer has them, and its whole state."""
     config, layout, params = TRAINERS[request.param]()

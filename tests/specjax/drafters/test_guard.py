@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from jax.sharding import PartitionSpec
 
 import specjax
@@ -95,6 +96,16 @@ MESSAGES = {
 }
 
 
+QUICK = (
+    "build",
+    "num_tokens of floats",
+    "token_ids of fewer rows",
+    "tree a text",
+    "confidence of rows",
+)
+QUICK = *QUICK, "draft None", "another state", "enter_rows 5"
+
+
 @pytest.fixture(scope="module")
 def target():
     return tiny_model(num_layers=1, vocab_size=VOCAB)
@@ -150,7 +161,7 @@ def test_a_state_that_depends_on_the_depth_is_told_apart(target):
     assert "A state may not depend on K: its init is of a build for K = 1" in told
 
 
-@pytest.mark.parametrize("what", MESSAGES)
+@pytest.mark.parametrize("what", quick(MESSAGES, *QUICK))
 def test_it_is_turned_off_and_says_why(target, plain, what):
     tokens, told = run(target, Returning(what))
     assert tokens == plain

@@ -335,7 +335,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("vocab", [pytest.param(64, marks=SLOW), LARGE])
-@pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "masked"])
+@pytest.mark.parametrize("kind", quick(["flat", "peaked", "ties", "masked"], "flat", "masked"))
 @pytest.mark.parametrize("features", FILTERS)
 def test_choices_are_the_winners_of_processed_logits_and_noise(kind, features, vocab):
     params = [SamplingParams(**features[i % len(features)]) for i in range(4)]
@@ -471,7 +471,10 @@ def test_choices_follow_their_distribution(features, vocab, chunk):
     assert stats.chisquare(observed, expected).pvalue > LEAST_P_VALUE
 
 
-@pytest.mark.parametrize("size", [1, 5, argmax.BLOCK, 3 * argmax.BLOCK + 7])
+MORE = 3 * argmax.BLOCK + 7
+
+
+@pytest.mark.parametrize("size", quick([1, 5, argmax.BLOCK, MORE], 1, MORE))
 @pytest.mark.parametrize("special", [0.0, np.nan, np.inf, -np.inf])
 def test_one_pass_finds_what_blocks_find(size, special):
     rng = np.random.default_rng(size)
@@ -486,7 +489,7 @@ def test_one_pass_finds_what_blocks_find(size, special):
     np.testing.assert_array_equal(index, counted.argmax(axis=1))
 
 
-@pytest.mark.parametrize("ways", [2, 8, 16])
+@pytest.mark.parametrize("ways", quick([2, 8, 16], 8))
 @pytest.mark.parametrize(("kind", "most_passes"), [("flat", 9), ("ties", 11)])
 def test_a_search_finds_the_level_in_few_passes(monkeypatch, ways, kind, most_passes):
     values = np.random.default_rng(0).normal(0, 3, (3, 4000)).astype(np.float32)

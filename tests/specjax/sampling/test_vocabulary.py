@@ -101,7 +101,8 @@ OPTIONS = {
     "top_p of one": sampled(top_p=1e-6),
     "all": sampled(top_k=60, top_p=0.9, min_p=0.001, repetition_penalty=1.2, logit_bias={LAST: 3}),
 }
-options = pytest.mark.parametrize("params", OPTIONS.values(), ids=OPTIONS)
+QUICK = "greedy", "bias on both sides", "allowed in one slice", "min_tokens", "top_k of one", "all"
+options = pytest.mark.parametrize("name", quick(OPTIONS, *QUICK))
 
 
 def process(vocabulary, logits, *where):
@@ -139,7 +140,8 @@ def both(function, wide, others, out_specs=SAME):
 
 
 @options
-def test_processed_logits_and_choices_are_equal_to_the_bit(params):
+def test_processed_logits_and_choices_are_equal_to_the_bit(name):
+    params = OPTIONS[name]
     for seed in range(3):
         logits, where = make_case(params, seed)
         split, whole = both(process, logits, where, SLICES)
@@ -150,7 +152,7 @@ def test_processed_logits_and_choices_are_equal_to_the_bit(params):
         np.testing.assert_array_equal(split.is_invalid, whole.is_invalid)
 
 
-@pytest.mark.parametrize("name", quick(OPTIONS, "greedy", "all"))
+@pytest.mark.parametrize("name", quick(OPTIONS, "all"))
 def test_logprobs_of_slices(name):
     params = OPTIONS[name]
     logits, where = make_case(params, seed=5)
@@ -168,7 +170,8 @@ def test_logprobs_of_slices(name):
 
 
 @options
-def test_target_probs_of_slices(params):
+def test_target_probs_of_slices(name):
+    params = OPTIONS[name]
     logits, where = make_case(params, seed=6)
     split, whole = both(probs, logits, where, SLICES)
     np.testing.assert_allclose(split, whole, rtol=1e-6, atol=1e-9)
@@ -215,7 +218,7 @@ def test_nothing_left_in_any_slice():
     np.testing.assert_array_equal(split.token_ids, whole.token_ids)
 
 
-@pytest.mark.parametrize("vocab", [SHARDS, 4 * 5, 4 * 16, VOCAB, 4 * 1000])
+@pytest.mark.parametrize("vocab", quick([SHARDS, 4 * 5, 4 * 16, VOCAB, 4 * 1000], 4 * 5, VOCAB))
 def test_draws_from_slices(vocab):
     """Whole numbers as weights: their sums have no rounding, and draws are equal to the bit."""
     rng = np.random.default_rng(vocab)
