@@ -17,7 +17,7 @@ SOURCES = {"chatml": CHATML, "strict": STRICT, "tools": TOOLS}
 def test_texts_are_those_of_transformers():
     counts, differ = chat_templates.compare(SOURCES)
     assert differ == []
-    assert counts["equal"] > 20
+    assert counts["equal"] > 15
     assert counts["errors in both"] > 0
 
 
@@ -32,5 +32,6 @@ def test_a_difference_is_shown(monkeypatch, tmp_path, capsys):
     cases = len(chat_templates.CASES)
     assert len(lines) == cases + 1
     assert "a.jinja, one message: 'a' here, 'b' there" in lines[0]
-    assert lines[-1].startswith("2 templates") and f"'equal': {cases + 1}" in lines[-1]
+    assert lines[-1].startswith("2 templates")
+    assert f"'equal': {cases + 1}" in lines[-1]
     assert "'differ on purpose': 1" in lines[-1]
