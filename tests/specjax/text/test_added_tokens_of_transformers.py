@@ -75,6 +75,8 @@ ENCODED = {
         (sentence_piece, "granite", ROLES | NO_SPACE, "a", ["<s>", "▁a"]),
         (sentence_piece, "llama", ROLES | NO_SPACE, "a", ["<s>", "▁a"]),
         (sentence_piece, "llama", LLAMA | NO_SPACE, "a", ["<s>", "a"]),
+        (sentence_piece, "granite", SAYS_YES, " a", ["<s>", "▁", "▁a"]),
+        (sentence_piece, "llama", SAYS_YES, " a", ["<s>", "▁a"]),
         (bytes_and_the, "granite", SPACE, "the", THE),
         (bytes_and_the, "gpt2", SPACE, "the", SPACE_THE),
         (bytes_and_the, "qwen2", SPACE, "the", SPACE_THE),
