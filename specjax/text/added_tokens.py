@@ -35,7 +35,8 @@ def add_missing(
 
     Tokens have the ids that added_tokens_decoder or added_tokens.json say. Others are numbered
     after the last token. A token of the model's vocabulary that the files name special becomes an
-    added one, with its id.
+    added one, with its id. Of one that is added already the flags of added_tokens_decoder hold; it
+    stays special, and a role makes it so.
 
     Args:
       backend: modified.
@@ -56,6 +57,8 @@ def add_missing(
     placed: dict[str, int] = {}  # ids of new ones
     names: dict[int, str] = {}  # new ones by id
     differ: dict[str, list[str]] = {}
+    changed: list[str] = []
+    roles = set(special_tokens.values())
     for token, token_id, source in named:
         text = token.content
         here = placed.get(text, backend.token_to_id(text))
@@ -71,16 +74,35 @@ def add_missing(
         elif token_id not in (None, here):
             said = f"{text!r} has id {token_id}, and {here} elsewhere"
             differ.setdefault(source, []).append(said)
-        elif here not in own or (token_id is not None and _flags(own[here]) != _flags(token)):
+        elif here not in own:
             new.setdefault(text, token)
+        else:
+            have = own[here]
+            if token_id is not None and _flags(have)[:-1] != _flags(token)[:-1]:
+                changed.append(text)
+            is_special = have.special or text in roles or (token_id is not None and token.special)
+            wanted = have if token_id is None else token
+            flags = dict(zip(_FLAGS, _flags(wanted))) | {"special": is_special}
+            if _flags(have) != (*flags.values(),):
+                new.setdefault(text, tokenizers.AddedToken(text, **flags))
     with errors_as_value_error(f"{folder}: its added tokens cannot be used"):
         backend.add_tokens([*new.values()])
-    return [
-        f"{folder}/{source} and tokenizer.json differ: {'; '.join(said[:3])}"
-        f"{f'; and {len(said) - 3} more' if len(said) > 3 else ''}. tokenizer.json is used; "
+    notes = [
+        f"{folder}/{source} and tokenizer.json differ: {_first(said)}. tokenizer.json is used; "
         "correct the other file, or fetch both again."
         for source, said in differ.items()
     ]
+    if changed:
+        notes.append(
+            f"{folder}/{SETTINGS} and tokenizer.json say differently how {_first(changed)} are "
+            f"found in text ({', '.join(_FLAGS[:-1])}). The former is used."
+        )
+    return notes
+
+
+def _first(texts: list[str]) -> str:
+    more = f"; and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return "; ".join(texts[:3]) + more
 
 
 def _with_ids(folder: Path, files: Mapping[str, Any], named: set[str]) -> Iterator[_Named]:
@@ -159,8 +181,8 @@ def settings_that_do_not_hold(
     """
     notes = []
     say = lambda key, does: notes.append(
-        f"{folder}/{SETTINGS} says {key}: {str(settings[key]).lower()}, and tokenizer.json {does}. "
-        "tokenizer.json is used."
+        f"{folder}/{SETTINGS} says {key}: {str(bool(settings.get(key))).lower()}, and "
+        f"tokenizer.json {does}. tokenizer.json is used."
     )
     around = _around_a_text(backend)
     bos, eos = (special_tokens.get(name) for name in ("bos_token", "eos_token"))
@@ -176,7 +198,7 @@ def settings_that_do_not_hold(
     if settings.get("add_prefix_space") is (scheme is None):
         say("add_prefix_space", f"puts {'no' if scheme is None else 'a'} space before a text")
     is_llama = str(settings.get("tokenizer_class")).startswith("LlamaTokenizer")
-    if is_llama and scheme and settings.get("legacy") is (scheme == "first"):
+    if is_llama and scheme and bool(settings.get("legacy")) is (scheme == "first"):
         other = "no" if scheme == "first" else "a"
         say("legacy", f"puts {other} space before text that follows a special token")
     if settings.get("clean_up_tokenization_spaces") is True and not isinstance(

@@ -332,6 +332,8 @@ def _named(folder: Path, name: str, template: Any, notes: list[str]) -> dict[str
     if template is None or isinstance(template, str):
         return {"default": template} if template else {}
     named: dict[str, str] = {}
+    if isinstance(template, dict):
+        template = [{"name": key, "template": text} for key, text in template.items()]
     for entry in template if isinstance(template, list) else [template]:
         key, text = (
             (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (0, 0)

@@ -88,9 +88,6 @@ def test_what_is_special(tmp_path):
     assert (tokenizer.eos_token_id, tokenizer.vocab_size) == (258, 261)
     assert tokenizer.encode("theunused") == [257, 258]
     assert tokenizer.decode([257, 258]) == "the"
-    # Flags of added_tokens_decoder count.
-    tokenizer = written(tmp_path, decoder(entry("<|tool|>", rstrip=True), first=260))
-    assert tokenizer.encode("<|tool|>  the") == [260, 257]
 
 
 def test_files_that_disagree_are_warned_of_and_tokenizer_json_holds(tmp_path):
@@ -117,6 +114,26 @@ def test_files_that_disagree_are_warned_of_and_tokenizer_json_holds(tmp_path):
         written(tmp_path, decoder(END), added_tokens={START: 261})
     with pytest.warns(UserWarning, match=r"added_tokens.json and .*; and 2 more\. tokenizer"):
         written(tmp_path, added_tokens={f"<{i}>": i for i in range(100, 105)})
+
+
+def test_flags_of_added_tokens(tmp_path):
+    """Those of added_tokens_decoder hold; a role makes a token special, and nothing unmakes it."""
+    said = {"content": "<|tool|>", "special": False, "lstrip": True, "rstrip": True}
+    with pytest.warns(UserWarning, match=r"say differently how <\|tool\|> are found .*rstrip"):
+        tokenizer = written(tmp_path, {"added_tokens_decoder": {"260": said}})
+    assert tokenizer.encode("the  <|tool|>  the") == [257, 260, 257]
+    assert tokenizer.decode([257, 260]) == "the"
+    assert 260 in tokenizer.special_texts
+    plain = bytes_and_the()
+    plain.add_tokens(["<call>"])
+    for settings, text in (
+        ({}, "the<call>"),
+        ({"eos_token": "<call>"}, "the"),
+        ({"additional_special_tokens": ["<call>"]}, "the<call>"),
+    ):
+        tokenizer = written(tmp_path, settings, plain)
+        assert tokenizer.decode([257, 261]) == text
+        assert (261 in tokenizer.special_texts) == (text == "the")
 
 
 def test_entries_that_are_no_tokens_are_refused(tmp_path):
@@ -171,6 +188,7 @@ def test_settings_that_tokenizer_json_does_not_do_are_warned_of(tmp_path):
         (sentence_piece, ROLES | {"add_prefix_space": False}, "puts a space before a text"),
         (bytes_and_the, {"add_prefix_space": True}, "puts no space before a text"),
         (sentence_piece, ROLES | LLAMA | {"legacy": False}, "puts a space before text that"),
+        (sentence_piece, ROLES | LLAMA, "says legacy: false, .* puts a space before text that"),
         (lambda: sentence_piece("first"), ROLES | LLAMA | {"legacy": True}, "no space before text"),
         (unigram, {"clean_up_tokenization_spaces": True}, "has no such step"),
         (bytes_and_the, {"split_special_tokens": True}, "makes one token"),
@@ -185,7 +203,7 @@ def test_settings_that_agree_are_not_warned_of(tmp_path):
     quiet = [
         (sentence_piece, ROLES | {"add_bos_token": True, "add_eos_token": False}),
         (sentence_piece, ROLES | LLAMA | {"legacy": True, "add_prefix_space": True}),
-        (sentence_piece, ROLES | LLAMA | {"legacy": None, "add_prefix_space": None}),
+        (sentence_piece, ROLES | LLAMA | {"legacy": True, "add_prefix_space": None}),
         (sentence_piece, ROLES | {"legacy": False, "tokenizer_class": "TokenizersBackend"}),
         (lambda: sentence_piece("first"), ROLES | LLAMA | {"legacy": False}),
         (bytes_and_the, {"add_bos_token": False, "add_prefix_space": False}),
@@ -231,6 +249,8 @@ ROWS = {
     "a space after a special token": _SETTING,
     "spaces before punctuation": _SETTING,
     "special tokens in a text": _SETTING,
+    "flags of an added token": (test_flags_of_added_tokens,),
+    "a role of a token that is not special": (test_flags_of_added_tokens,),
     "forms of a tokenizer": (test_a_tokenizer_in_another_form_is_refused_by_name,),
 }
 
@@ -239,4 +259,6 @@ def test_the_table_has_these_rows():
     docs = Path(__file__).parents[3] / "docs" / "two-places.md"
     table = docs.read_text().partition("## Tokenizers")[2].partition("\n## ")[0]
     rows = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")]
-    assert rows == ["fact", *ROWS]
+    templates = "a chat template", "chat_template.json", "chat templates by name"
+    of_templates = *templates, "files of chat templates by name"  # test_chat_arguments
+    assert sorted(rows) == sorted(["fact", *ROWS, *of_templates])

@@ -101,8 +101,9 @@ def test_chat_templates_in_two_files(tmp_path):
     with pytest.warns(match=r"chat_template.jinja and chat_template.json hold different chat"):
         assert _from(tmp_path, {"chat_template": "b"}, chat_template="b").chat_template == "b"
     legacy.unlink()
-    twice = {"chat_template": [{"name": "rag", "template": text} for text in "aab"]}
     (tmp_path / "chat_template.jinja").unlink()
+    assert _from(tmp_path, {"chat_template": NAMED}).chat_template == NAMED
+    twice = {"chat_template": [{"name": "rag", "template": text} for text in "aab"]}
     with pytest.warns(match=r"tokenizer_config.json has two chat templates 'rag'; the last"):
         assert _from(tmp_path, twice).chat_template == {"rag": "b"}
 
