@@ -326,6 +326,17 @@ def _(folders):
         np.testing.assert_array_equal(found, tensors[norm] + (other == "z.safetensors"))
 
 
+@row("files that no index names")
+def _(folders):
+    unlisted = "model-00002-of-00003.safetensors"
+    is_hidden(folders, lambda folders, folder, tensors: folders.put(folder, tensors, unlisted))
+
+
+@row("the mask token of a parallel draft model")
+def _(folders):
+    is_not_read(folders, "llama", {"pard_token": 7, "ptd_token_id": 8})
+
+
 @row("tensors that nothing uses")
 def _(folders):
     folder = folders.of(change=lambda t: t | {"model.other.weight": np.ones(3, np.float32)})

@@ -136,7 +136,7 @@ def test_what_is_nested_too_deep_is_refused():
         (HELLO, {"a": {"b": (deep,)}}),
     ):
         with pytest.raises(ValueError, match="nested too deep; at most 100 lists"):
-            _render("", messages, **arguments)
+            _render("{{ a }}", messages, **arguments)
     for name in ("tools", "documents"):
         with pytest.raises(ValueError, match="nested too deep"):
             chat_template.render(name, HELLO, {}, **{name: [{"a": deep}]})
