@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +22,8 @@ CHAT_KEYS = (
     "continue_final_message",
     "chat_template_kwargs",
 )
+
+_LIKE_JSON = re.compile(r'\s*\{\s*"(prompt|messages)"')
 
 
 class PromptEntry(NamedTuple):
@@ -89,11 +93,16 @@ def _reason(error: OSError) -> str:
 
 
 def _read_lines(name: str, lines) -> Iterator[PromptEntry]:
-    number = 0
+    number, is_text = 0, name.endswith(".txt")
     try:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                is_text = name.endswith(".txt")
+                if number == 1 and is_text and _LIKE_JSON.match(line):
+                    warnings.warn(
+                        f"in {name}, a file named .txt, each line is a prompt as it stands; name "
+                        "it .jsonl if the objects are to be read.",
+                        stacklevel=2,
+                    )
                 prompt, sampling = (line.rstrip("\r\n"), {}) if is_text else parse_line(line)
                 yield PromptEntry(prompt, sampling, f"{name} line {number}")
     except UnicodeDecodeError as error:

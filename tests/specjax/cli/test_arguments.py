@@ -418,6 +418,14 @@ def test_lines_of_a_text_file_are_prompts_as_they_stand(tmp_path):
         prompts.collect([], str(json_lines), is_chat=False)
 
 
+def test_a_text_file_that_begins_with_objects_is_warned_of(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text('{"prompt": "x"}\n{"prompt": "y"}\n')
+    with pytest.warns(UserWarning, match=r"prompts.txt, a file named .txt, .*name it .jsonl"):
+        entries = prompts.collect([], str(path), is_chat=False)
+    assert [entry.prompt for entry in entries] == ['{"prompt": "x"}', '{"prompt": "y"}']
+
+
 def test_a_speculative_config_is_json_or_a_file_of_it(tmp_path, capsys):
     path = tmp_path / "drafts.json"
     path.write_text('{"method": "ngram", "num_speculative_tokens": 3}')
