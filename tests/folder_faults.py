@@ -156,7 +156,7 @@ def change_the_file(rng: random.Random, folder: Path) -> str:
     elif kind == 2:
         path.symlink_to(__file__)
     elif kind == 3:
-        path.symlink_to(path.name)
+        path.symlink_to(path.with_name("missing"))
     elif kind == 4:
         path.symlink_to(os.devnull)
     elif kind == 5:

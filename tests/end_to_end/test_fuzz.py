@@ -10,6 +10,8 @@ import dataclasses
 import functools
 import pathlib
 import random
+import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,9 @@ from head_equations import TARGET as TINY
 from helpers import assert_engine_is_empty, uncached_logits
 
 import specjax
+from specjax.api import engine as api_engine
 from specjax.api.requests import derive_seed
+from specjax.engine import deadlines
 from specjax.heads.specs import EagleDrafter
 from specjax.policy.interface import Decision
 from specjax.sampling.row_sampling import seed_words
@@ -34,7 +38,7 @@ ENGINE = specjax.EngineConfig(
     max_rows=4,
     burst_steps=8,
     max_context=CONTEXT,
-    num_pages=16,
+    num_pages=12,
     row_buckets=(),
     max_prefill_tokens=4,  # one token bucket
 )
@@ -43,6 +47,8 @@ TIE, TIE_OF_FP8 = 1e-3, 0.1
 MOST_TIES = 2e-3  # of all tokens
 HISTORY = {"corpus_tokens": 1024}
 TABLE = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 3, 1], [4, 4, 0]]}
+# Requests come until each of these has happened.
+RARE = "preemptions", "aborted running", "aborted waiting", "cut by a deadline", "left"
 ADAPT = dict(every_tokens=64, rows=4, length=32, replay=8, max_share=0.5)
 # Each: the drafter, fields of SpeculationConfig, and fields of EngineConfig.
 CASES = {
@@ -156,43 +162,67 @@ class Fuzz:
 
     def __init__(self, engine, seed, *, changes_weights=False):
         self.engine, self.draw = engine, random.Random(seed)
+        self.requests = random.Random(seed)  # the same on every engine: decoded alone once
         self.changes_weights = changes_weights
         self.asked, self.texts = {}, collections.defaultdict(list)  # by request; and sample
         self.completions, self.streams = [], {}
         self.counts = collections.Counter()
+        self.now = time.perf_counter()  # what learns compares deadlines with this clock
 
     def run(self, num_requests):
-        while len(self.asked) < num_requests or self.engine.has_work or self.streams:
-            if len(self.asked) < num_requests and self.draw.random() < 0.5:
-                self._add()
+        while self._is_short_of(num_requests) or self.engine.has_work or self.streams:
+            for _ in range(self.draw.choice((0, 0, 0, 1, 3))):
+                if self._is_short_of(num_requests):
+                    self._add()
+            if self.draw.random() < 0.2:  # before a step, so that what was just added waits
+                self._abort(is_running=self.draw.random() < 0.4)
             if self.streams and self.draw.random() < 0.7:
                 self._read(self.draw.choice(list(self.streams)))
             elif self.engine.has_work:
                 self._take(self.engine.step(max_burst_steps=self.draw.choice([None, 1, 2, 5])))
-            if self.asked and self.draw.random() < 0.04:
-                self.counts["aborts"] += self.engine.abort(self.draw.choice(list(self.asked)))
             if self.changes_weights and self.draw.random() < 0.08:
                 version = self.engine.params_version + 1
                 self.engine.update_params(weights(version % 5), running="recompute")
                 self.counts["updates"] += 1
         assert_engine_is_empty(self.engine)
+        assert all(self.counts[each] > 0 for each in RARE), self.counts
+
+    def _is_short_of(self, num_requests):
+        """Returns whether more are to come: of what is rare, up to six times as many."""
         self.counts["preemptions"] = self.engine._loop.num_preemptions
+        is_short = not all(self.counts[each] for each in RARE)
+        return len(self.asked) < num_requests * (6 if is_short else 1)
+
+    def tick(self):
+        """Returns a time that is later by at most a second each time it is asked for."""
+        self.now += self.draw.random()
+        return self.now
+
+    def _abort(self, *, is_running):
+        numbers = [each for each in self.engine._outbox.ids() if self._runs(each) == is_running]
+        if numbers:
+            name = "aborted running" if is_running else "aborted waiting"
+            self.counts[name] += self.engine.abort(self.draw.choice(numbers))
+
+    def _runs(self, number):
+        rows = self.engine._loop.scheduler.occupied
+        return any(row.request.prompt_index == number for row in rows)
 
     def _add(self):
-        draw, text = self.draw, words()
-        first, length = draw.randrange(len(text) - 64), draw.choice((1, 7, 8, 9, 17, 33, 48))
+        draw, text = self.requests, words()
+        first, length = draw.randrange(len(text) - 64), draw.choice((1, 7, 8, 9, 17, 25))
         sampling = specjax.SamplingParams(
             n=draw.choice((1, 1, 2)),
             temperature=draw.choice((0.0, 0.0, 0.6, 1.0)),
-            max_tokens=draw.choice((1, 5, 24, 40)),
+            max_tokens=draw.choice((1, 24, 32, 48)),
             ignore_eos=True,
             seed=draw.randrange(1000),
             speculate=draw.random() < 0.9,
         )
         prompt = text[first : first + length]
-        late = {"deadline_s": draw.choice([None] * 8 + [0.0, 0.05, 0.2])}
+        late = {"deadline_s": draw.choice([None] * 4 + [0.0, 8.0, 12.0, 16.0])}
         number = self.engine._num_added
-        if draw.random() < 0.4:
+        if draw.random() < 0.5:
             stream = self.engine.stream(prompt, sampling, **late)
             self.asked[number] = prompt, sampling
             self.streams[number] = stream
@@ -205,17 +235,20 @@ class Fuzz:
         chunk = next(self.streams[number], None)
         if chunk is not None:
             self._take([chunk])
-        if chunk is None or self.draw.random() < 0.05:
-            self.counts["left"] += chunk is not None
+        if chunk is None or self.draw.random() < 0.25:
+            self.counts["left"] += self._runs(number)
             self.streams.pop(number).close()
 
     def _take(self, chunks):
         for chunk in chunks:
             assert chunk.error is None
             self.texts[chunk.prompt_index, chunk.sample_index] += chunk.token_ids
-            if chunk.completion is not None:
-                self.completions.append(chunk.completion)
-                self.counts[chunk.finish_reason] += 1
+            if (done := chunk.completion) is not None:
+                self.completions.append(done)
+                self.counts[done.finish_reason] += 1
+                asked = self.asked[done.prompt_index][1].max_tokens
+                is_cut = done.finish_reason == "deadline" and 0 < len(done.token_ids) < asked
+                self.counts["cut by a deadline"] += is_cut
 
     def check(self, alone, tie):
         """Asserts that every text is its request's own; returns what was counted.
@@ -251,7 +284,7 @@ class Fuzz:
 @functools.cache
 def alone_of(dtype):
     """Returns what decodes a request plainly, by itself, in steps of an engine of its own."""
-    config = dataclasses.replace(ENGINE, kv_cache_dtype=dtype, num_pages=None)
+    config = dataclasses.replace(ENGINE, kv_cache_dtype=dtype, num_pages=None, max_rows=2)
     engine, known = specjax.Engine(demo(), engine=config), {}
 
     def alone(prompt, sampling):
@@ -278,7 +311,11 @@ def run_case(name, seed, num_requests):
         demo(), drafter=drafter_of(drafter), speculative_config=speculation, engine=config, **more
     ) as engine:
         fuzz = Fuzz(engine, seed, changes_weights=name == "new weights")
-        fuzz.run(num_requests)
+        with pytest.MonkeyPatch.context() as changed:
+            clock = types.SimpleNamespace(perf_counter=fuzz.tick)
+            changed.setattr(api_engine, "time", clock)  # which says when a deadline is,
+            changed.setattr(deadlines, "time", clock)  # and whether it has passed
+            fuzz.run(num_requests)
         fuzz.counts["accepted"] = engine.stats.acceptance.num_accepted
         if name == "it learns":
             fuzz.counts["lessons"] = engine.adaptation.num_updates
@@ -290,7 +327,7 @@ def run_case(name, seed, num_requests):
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_any_requests_have_the_texts_of_plain_decoding(name, say):
-    counts = run_case(name, 1, 24)
+    counts = run_case(name, 1, 16)
     say(f"{name}: {dict(counts)}")
     assert counts["accepted"] > 0
 

@@ -334,8 +334,8 @@ def test_names_that_lead_to_other_folders(tmp_path):
     model = tiny_llama(0)
     save_tree(tmp_path / "tree", model.params, use_ocdbt=False)
     path = tmp_path / "tree" / "_METADATA"
-    path.write_text(path.read_text().replace('"key": "norm"', '"key": "/../../norm"'))
-    with pytest.raises(ValueError, match=r"the name of array '/../../norm' holds a slash"):
+    path.write_text(path.read_text().replace('"key": "norm"', '"key": "a/norm"'))
+    with pytest.raises(ValueError, match=r"the name of array 'a/norm' holds a slash"):
         specjax.load_orbax(tmp_path / "tree", config=model.config)
 
 

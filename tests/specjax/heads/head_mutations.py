@@ -220,7 +220,7 @@ _FOREIGN = (
     "fc.weight_scale",
     "63.0.linear.weight",
     "d2t",
-    "../outside",
+    "outside/weight",
 )
 
 

@@ -44,7 +44,10 @@ class Bar:
     fails_in = ""
 
     def __init__(self, **arguments):
-        pass
+        self.drawn = []
+
+    def set_description_str(self, text):
+        self.drawn.append(text)
 
     def update(self, count):
         if self.fails_in == "update":
@@ -79,22 +82,20 @@ def test_a_bar_that_cannot_be_removed_at_the_end_says_so(monkeypatch):
 
 @pytest.mark.parametrize("ended_by", ["another", "close", "failure"])
 def test_what_is_not_counted_shows_its_seconds_until_it_ends(monkeypatch, ended_by):
-    seconds, ended, drawn = [], [], []
+    seconds, ended, bar = [], [], Bar()
 
     def every_second(show):
         seconds.append(show)
         return lambda: ended.append(show)
 
     monkeypatch.setattr(progress, "every_second", every_second)
-    monkeypatch.setattr(progress, "tqdm", Bar)
-    draw = lambda bar, text: drawn.append(text)
-    monkeypatch.setattr(Bar, "set_description_str", draw, raising=False)
+    monkeypatch.setattr(progress, "tqdm", lambda **_: bar)
     shown = Progress(True)
     shown.report("compiling the burst", 0, 0)
     shown.report("compiling the burst", 0, 0)
     seconds[0](1.0)
     seconds[0](12.3)
-    assert drawn == ["compiling the burst ... 1 s", "compiling the burst ... 12 s"]
+    assert bar.drawn == ["compiling the burst ... 1 s", "compiling the burst ... 12 s"]
     assert not ended
     if ended_by == "another":
         shown.report("tokens", 1, 9)
@@ -169,13 +170,17 @@ def test_bars_are_shown_by_default_where_a_person_sees_them(monkeypatch):
         (False, Terminal(), _notebook("IPKernelApp"), False),
         (True, io.StringIO(), None, True),
     ]
+    monkeypatch.setattr(progress, "every_second", lambda show: show(1.0))
     for show, stderr, ipython, has_bars in cases:
         made = []
-        monkeypatch.setattr(progress, "tqdm", lambda *, made=made, **of: made.append(of) or Bar())
+        monkeypatch.setattr(
+            progress, "tqdm", lambda *, made=made, **_: made.append(Bar()) or made[-1]
+        )
         monkeypatch.setattr("sys.stderr", stderr)
         monkeypatch.setitem(progress.sys.modules, "IPython", ipython)
         Progress(show).report("loading", 0, 0)
-        assert bool(made) == has_bars, (show, stderr, ipython)
+        drawn = [bar.drawn for bar in made]
+        assert drawn == [["loading ... 1 s"]] * has_bars, (show, stderr, ipython)
 
 
 def test_what_is_not_counted_is_logged_with_its_seconds(caplog):
