@@ -4,8 +4,8 @@
 
 Each answer is written when it ends, so answers are in the order in which they end; "line" says
 which prompt each belongs to. A run that was stopped goes on: lines that have an answer are left
-out, those that have an error are tried again. A prompt that cannot be served is reported in its own
-line; the others are answered.
+out, those that have an error are taken away and tried again. A prompt that cannot be served is
+reported in its own line; the others are answered.
 """
 
 import argparse
@@ -59,12 +59,14 @@ def main(argv=None):
 
 
 def answered(path):
-    """Returns the numbers of lines with an answer; drops an answer that is half-written."""
-    whole, _, rest = (path.read_text(encoding="utf-8") if path.exists() else "").rpartition("\n")
-    if rest:
-        path.write_text(whole + "\n" * bool(whole), encoding="utf-8")
-    answers = [json.loads(text) for text in whole.split("\n") if text]
-    return {answer["line"] for answer in answers if answer.get("error") is None}
+    """Returns the numbers of lines with an answer; drops errors, and what is half-written."""
+    written = path.read_bytes() if path.exists() else b""
+    whole = [line for line in written.split(b"\n")[:-1] if line]
+    kept = [line for line in whole if json.loads(line).get("error") is None]
+    if (text := b"".join(line + b"\n" for line in kept)) != written:
+        path.with_suffix(".part").write_bytes(text)
+        path.with_suffix(".part").replace(path)
+    return {json.loads(line)["line"] for line in kept}
 
 
 if __name__ == "__main__":

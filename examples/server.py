@@ -40,16 +40,19 @@ class Server:
         try:
             request, body = await read_request(reader)
             answering = asyncio.create_task(self.answer(request, body, reply))
-            leaving = asyncio.create_task(reader.read(1))  # returns when the client closes
+            leaving = asyncio.create_task(is_left(reader))
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
             leaving.cancel()
             answering.cancel()  # nothing where it is done; otherwise the engine's stream ends
+            await asyncio.gather(leaving, return_exceptions=True)
             with suppress(asyncio.CancelledError):
                 await answering
         except (ValueError, TypeError, LookupError, asyncio.LimitOverrunError) as error:
             reply.fail(400, f"{type(error).__name__}: {error}")
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # the client left first
+        except Exception as error:  # of the device, for one: it is no fault of the request
+            reply.fail(500, f"{type(error).__name__}: {error}")
         finally:
             writer.close()
 
@@ -74,7 +77,9 @@ class Server:
         kind = "chat.completion" if is_chat else "text_completion"
         shell = {"id": f"specjax-{time.time_ns()}", "created": int(time.time()), "object": kind}
         shell["model"] = self.target.name
-        is_streamed, done = bool(body.get("stream")), []
+        is_streamed, done = body.get("stream") or False, []
+        if not isinstance(is_streamed, bool):
+            raise ValueError(f"stream={is_streamed!r} must be true or false.")
         sampling = specjax.SamplingParams(**wanted)
         stream = self.engine.astream(prompt, sampling, token_by_token=is_streamed)
         async with aclosing(stream) as chunks:
@@ -116,9 +121,12 @@ class Reply:
         await self.writer.drain()
 
     def fail(self, status, message):
-        """Sends an error; one status line is all that an answer has."""
-        if not self.is_begun:
-            self.whole(status, {"error": {"message": message}})
+        """Sends an error: as an event where events were sent, since a status stands at the top."""
+        error = {"error": {"message": message}}
+        if self.is_begun:
+            self.writer.write(f"data: {json.dumps(error)}\n\n".encode())
+        else:
+            self.whole(status, error)
 
     def _begin(self, status, kind):
         self.is_begun = True
@@ -132,6 +140,12 @@ def choice_of(part, is_chat, key):
     text = {key: {"content": part.text}} if is_chat else {"text": part.text}
     error = {"error": part.error} if part.error else {}
     return {"index": part.sample_index, "finish_reason": part.finish_reason, **text, **error}
+
+
+async def is_left(reader):
+    """Returns when the client closes; what it sends meanwhile is not read as a request."""
+    while await reader.read(65_536):
+        pass
 
 
 async def read_request(reader):

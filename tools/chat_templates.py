@@ -1,10 +1,10 @@
 """Renders conversations by chat templates, here and in transformers, and shows where texts differ.
 
-    pip install --no-deps --target templates trl axolotl
+    pip install --no-deps --target templates trl==1.16.0 axolotl==0.19.0
     python -m tools.chat_templates templates/
 
-takes every *.jinja below the folders (the extra `reference` has transformers). Where a template
-takes messages alone, both may fail: that is agreement.
+takes every *.jinja below the folders (the extra `reference` has transformers). A template may
+refuse a conversation: an error on both sides is agreement.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ def here(source: str, messages: list[dict[str, Any]], arguments: dict[str, Any])
     variables = {name: value for name, value in arguments.items() if name not in named}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of variables that the template lacks
-        return chat_template.render(source, messages, SPECIAL | variables, **own)
+        return chat_template.render(source, messages, variables, special_tokens=SPECIAL, **own)
 
 
 def there(source: str, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
@@ -95,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in sorted(folder.rglob("*.jinja"))
     ]
     sources = {path.read_text(encoding="utf-8"): str(path) for path in paths}  # each text once
+    importlib.import_module("transformers")  # whose absence is no error of a template
     counts, differ = compare({path: text for text, path in sources.items()})
     print("\n".join(differ))
     print(f"{len(sources)} templates, {dict(counts)}")

@@ -240,13 +240,16 @@ class Engine:
 
         Args:
           token_by_token: whether bursts are short while this request runs, so that a few tokens
-            come at once. False, for who needs the whole text: bursts are as long as with `add`.
+            come at once. False, for those who need the whole text: bursts are as long as with
+            `add`.
 
         Raises:
           Exception: as of `step`, if this stream called it. Other streams end with a chunk
             whose completion has the error.
         """
-        request_id = self._add(prompt, sampling, token_by_token=token_by_token, **arguments)
+        request_id = self._add(
+            prompt, sampling, is_read=True, token_by_token=token_by_token, **arguments
+        )
         try:
             while True:
                 chunks, is_over = self._take_mail(request_id)
@@ -269,7 +272,9 @@ class Engine:
         # In another thread: neither the event loop nor the steps wait for tokenising.
         loop = asyncio.get_running_loop()
         prompt = await loop.run_in_executor(None, self._token_ids, prompt)
-        request_id = self._add(prompt, sampling, token_by_token=token_by_token, **arguments)
+        request_id = self._add(
+            prompt, sampling, is_read=True, token_by_token=token_by_token, **arguments
+        )
         try:
             while True:
                 chunks, is_over = self._take_mail(request_id)
@@ -489,8 +494,11 @@ class Engine:
         priority: int = 0,
         *,
         deadline_s: float | None = None,
-        token_by_token: bool | None = None,  # None: `step` returns its chunks
+        is_read: bool = False,  # by a stream of its own; else `step` returns its chunks
+        token_by_token: bool = False,
     ) -> int:
+        if not isinstance(token_by_token, bool):
+            raise ValueError(f"{token_by_token=!r:.200} must be True or False.")
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ValueError(f"{priority=!r} must be a whole number, the lowest first.")
         if deadline_s is not None and not (is_number(deadline_s) and deadline_s >= 0):
@@ -500,12 +508,12 @@ class Engine:
         with self._turns.tables():
             requests = self._made(prompt, sampling)
             for request in requests:
-                request.priority, request.is_streamed = priority, bool(token_by_token)
+                request.priority, request.is_streamed = priority, token_by_token
                 if deadline_s is not None:
                     request.deadline = time.perf_counter() + deadline_s
             request_id = requests[0].prompt_index
             self._num_added += 1
-            self._outbox.open(request_id, requests, is_streamed=token_by_token is not None)
+            self._outbox.open(request_id, requests, is_streamed=is_read)
             self._new += requests
             return request_id
 

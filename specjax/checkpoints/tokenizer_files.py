@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specjax.text.tokenization import MORE_TEMPLATES, Tokenizer
+from specjax.text.template_files import MORE_TEMPLATES
+from specjax.text.tokenization import Tokenizer
 
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 # As publishers name them; all that is there is of the same tokenizer.

@@ -189,7 +189,8 @@ def _mask_token_id(raw: Json, vocab_size: int) -> int | None:
     said = {key: token_id(key, raw.get(key), vocab_size) for key in MASK_KEYS}
     masks = {each for each in said.values() if each is not None}
     if len(masks) > 1:
-        raise ValueError(f"the mask token is {shown(said)}; keep the one it was trained with.")
+        differ = " and ".join(f"{key}={token}" for key, token in said.items())
+        raise ValueError(f"{differ} are two mask tokens; keep the one it was trained with.")
     return next(iter(masks), None)
 
 

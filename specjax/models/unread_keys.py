@@ -13,11 +13,9 @@ _IDLE_NAMES = """
     is_llama_config keys_to_ignore_at_inference language license model_name model_type name_or_path
     tags tokenizer_class torch_dtype transformers.js_config transformers_version unsloth_fixed
     unsloth_version
-    attention_dropout attn_pdrop classifier_dropout embd_pdrop embedding_dropout hidden_dropout
-    initializer_range resid_pdrop resid_dropout
-    chunk_size_feed_forward gradient_checkpointing id2label is_decoder label2id num_labels
-    output_attentions output_hidden_states output_router_logits problem_type pretraining_tp
-    return_dict summary_activation summary_first_dropout summary_proj_to_labels summary_type
+    chunk_size_feed_forward gradient_checkpointing id2label initializer_range is_decoder label2id
+    num_labels output_attentions output_hidden_states output_router_logits pretraining_tp
+    problem_type return_dict summary_activation summary_proj_to_labels summary_type
     summary_use_proj task_specific_params tie_encoder_decoder torchscript use_bfloat16 use_cache
     attn_implementation attention_softmax_in_fp32 cache_implementation inference_runner
     max_batch_size pad_key_length pre_allocate_kv_cache reorder_and_upcast_attn
@@ -32,22 +30,27 @@ _IDLE_IN_GENERATION = frozenset(("return_dict_in_generate", "output_scores", "ou
 # Values that change no text: transformers wrote them into every config.json once. Of a key that
 # switches something on, false; of others a number.
 _OFF = """
-    add_cross_attention do_sample early_stopping is_assistant is_encoder_decoder load_in_4bit
-    load_in_8bit low_memory output_logits output_scores remove_invalid_values renormalize_logits
-    return_dict_in_generate tf_legacy_loss token_healing use_mrope
+    add_cross_attention disable_compile do_sample early_stopping is_assistant is_encoder_decoder
+    load_in_4bit load_in_8bit low_cpu_mem_usage low_memory output_logits output_past output_scores
+    remove_invalid_values renormalize_logits return_dict_in_generate return_legacy_cache
+    rope_interleaved tf_legacy_loss token_healing trust_remote_code use_mrope
 """
 _NEUTRAL: Json = dict.fromkeys(_OFF.split(), False) | {
     "diversity_penalty": 0.0,
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
     "guidance_scale": 1.0,
     "length_penalty": 1.0,
     "max_length": 20,
     "min_length": 0,
+    "min_new_tokens": 0,
     "no_repeat_ngram_size": 0,
     "num_beam_groups": 1,
     "num_beams": 1,
     "num_return_sequences": 1,
+    "penalty_alpha": 0.0,
     "repetition_penalty": 1.0,
     "temperature": 1.0,
     "top_k": 50,
@@ -112,8 +115,10 @@ def _saying(raw: Json, but: Collection[str]) -> list[str]:
     return [
         key
         for key, value in dict.items(raw)
-        # An empty value says nothing. false and 0 may switch off what a model has.
+        # An empty value says nothing. false and 0 may switch off what a model has. Shares of
+        # dropout are of training.
         if key not in but
+        and "drop" not in key
         and value not in (None, "", [], {})
         and not key.startswith("_")
         and value != _NEUTRAL.get(key)

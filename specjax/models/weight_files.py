@@ -49,7 +49,8 @@ def open_folder(
         config.json says or than is read.
     """
     folder = Path(folder)
-    found = _candidates(folder, own_names) or _candidates(folder, FILE_NAMES)
+    own = _candidates(folder, own_names)
+    found = own or _candidates(folder, FILE_NAMES)
     if not found:
         if find_file(folder, ADAPTER) is not None:
             raise FileNotFoundError(adapter_hint(folder))
@@ -58,7 +59,7 @@ def open_folder(
             "of several; give a folder in Hugging Face format."
         )
     tensors = _open(found[0])
-    if compares and (unnamed := _unnamed(folder, found)):
+    if compares and not own and (unnamed := _unnamed(folder, found)):
         warnings.warn(
             f"{folder} holds files of weights that no index names, which are not read: "
             f"{_listed(unnamed)}. Take them away, or fetch the index again.",

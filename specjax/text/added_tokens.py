@@ -78,10 +78,11 @@ def add_missing(
             new.setdefault(text, token)
         else:
             have = own[here]
-            if token_id is not None and _flags(have)[:-1] != _flags(token)[:-1]:
+            # Of the files beside it added_tokens_decoder alone says flags.
+            wanted = token if source == SETTINGS and token_id is not None else have
+            if _flags(have)[:-1] != _flags(wanted)[:-1]:
                 changed.append(text)
-            is_special = have.special or text in roles or (token_id is not None and token.special)
-            wanted = have if token_id is None else token
+            is_special = have.special or wanted.special or text in roles
             flags = dict(zip(_FLAGS, _flags(wanted))) | {"special": is_special}
             if _flags(have) != (*flags.values(),):
                 new.setdefault(text, tokenizers.AddedToken(text, **flags))
@@ -174,15 +175,19 @@ def settings_that_do_not_hold(
     folder: Path,
     settings: Mapping[str, Any],
     special_tokens: Mapping[str, str],
+    model_type: Any,
 ) -> list[str]:
     """Returns what tokenizer_config.json says of encoding that tokenizer.json does not do.
 
     tokenizer.json holds, as in transformers 5.24 where that takes a tokenizer of no special class.
+
+    Args:
+      model_type: of config.json, None where there is none.
     """
     notes = []
-    say = lambda key, does: notes.append(
-        f"{folder}/{SETTINGS} says {key}: {str(bool(settings.get(key))).lower()}, and "
-        f"tokenizer.json {does}. tokenizer.json is used."
+    says = lambda key: f"says {key}: {str(settings[key]).lower()}"
+    say = lambda said, does: notes.append(
+        f"{folder}/{SETTINGS} {said}, and tokenizer.json {does}. tokenizer.json is used."
     )
     around = _around_a_text(backend)
     bos, eos = (special_tokens.get(name) for name in ("bos_token", "eos_token"))
@@ -193,20 +198,23 @@ def settings_that_do_not_hold(
     ):
         does = token is not None and ids == [backend.token_to_id(token)]
         if isinstance(settings.get(key), bool) and is_clear and does != settings[key]:
-            say(key, f"puts {repr(token) if does else 'no token'} {where} a text")
+            say(says(key), f"puts {repr(token) if does else 'no token'} {where} a text")
     scheme = puts_space_before(backend)
     if settings.get("add_prefix_space") is (scheme is None):
-        say("add_prefix_space", f"puts {'no' if scheme is None else 'a'} space before a text")
+        say(says("add_prefix_space"), f"puts {'no' if scheme is None else 'a'} space before a text")
     is_llama = str(settings.get("tokenizer_class")).startswith("LlamaTokenizer")
+    is_llama = is_llama and model_type in (None, "llama")
     if is_llama and scheme and bool(settings.get("legacy")) is (scheme == "first"):
+        is_said = settings.get("legacy") is not None
+        said = says("legacy") if is_said else "does not say legacy, false in LlamaTokenizer"
         other = "no" if scheme == "first" else "a"
-        say("legacy", f"puts {other} space before text that follows a special token")
+        say(said, f"puts {other} space before text that follows a special token")
     if settings.get("clean_up_tokenization_spaces") is True and not isinstance(
         backend.model, tokenizers.models.BPE
     ):
-        say("clean_up_tokenization_spaces", "has no such step: spaces before . , ? ! stay")
+        say(says("clean_up_tokenization_spaces"), "has no such step: spaces before . , ? ! stay")
     if settings.get("split_special_tokens") is True:
-        say("split_special_tokens", "makes one token of a special token's text")
+        say(says("split_special_tokens"), "makes one token of a special token's text")
     return notes
 
 

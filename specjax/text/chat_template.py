@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specjax.config.checks import shown
-from specjax.config.names import suggestion
+from specjax.config.names import closest
+from specjax.runtime.callers import callers_level
 from specjax.text import template_process
 from specjax.text.tool_schemas import schema_of
 
@@ -90,6 +91,7 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
     *,
+    special_tokens: Mapping[str, str] | None = None,
     tools: Sequence[Mapping[str, Any] | Callable] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool | None = None,
@@ -99,7 +101,8 @@ def render(
 
     Args:
       source: the template, from any model's folder.
-      variables: others of the template.
+      variables: others of the template, which is to have a place for each.
+      special_tokens: variables too, if it has a place for them.
 
     Raises:
       ValueError: an argument is none, the template is not valid, fails on the messages, uses a
@@ -126,6 +129,7 @@ def render(
     text = _rendered(
         source,
         {
+            **plain(special_tokens or {}),
             **plain(variables),
             **plain(given),
             "messages": messages,
@@ -174,17 +178,25 @@ def _check_taken(variables: Mapping[str, Any]) -> None:
 
 def _warn_of_unseen(source: str, given: Mapping[str, Any]) -> None:
     """Warns of variables that a template does not name."""
+    names = _names(source)
     for name, value in given.items():
-        is_said = value is not None and name not in _NOT_TAKEN and not name.endswith("_token")
-        if not is_said or name in source or (name in _LISTS and not value):
+        is_empty = value is None or (name in _LISTS and not value)
+        if is_empty or name in names or name in _NOT_TAKEN:
             continue
-        known = () if name in _LISTS else (*_ARGUMENTS, *re.findall(r"\w+", source))
-        meant = suggestion(name, known)
+        meant = None if name in _LISTS else closest(name, {*_ARGUMENTS, *names}, 0.8)
+        hint = "" if meant is None else f" (did you mean {meant!r}?)"
         warnings.warn(
-            f"this chat template has no place for {name:.100}, which has no effect{meant}; name "
+            f"this chat template has no place for {name:.100}, which has no effect{hint}; name "
             "another template by chat_template=, or say it in a message.",
-            stacklevel=5,
+            stacklevel=callers_level(),
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _names(source: str) -> frozenset[str]:
+    """Returns the words within a template's tags, texts in quotes left out."""
+    tags = re.findall(r"\{[{%](.*?)[%}]\}", source, re.DOTALL)
+    return frozenset(re.findall(r"[^\W\d]\w*", re.sub(r"'[^']*'|\"[^\"]*\"", "", " ".join(tags))))
 
 
 def _listed(name: str, values: Any) -> list[Any]:

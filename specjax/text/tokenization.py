@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from specjax.runtime.model_files import find_file, read_bytes, read_json
+from specjax.runtime.model_files import find_file, read_json
 from specjax.text import chat_template as templates
 from specjax.text import tokenizer_json
 from specjax.text.added_tokens import (
@@ -22,11 +22,10 @@ from specjax.text.added_tokens import (
     settings_that_do_not_hold,
 )
 from specjax.text.continuing import Continuing
+from specjax.text.template_files import chat_template_of
 from specjax.text.tokenizer_json import is_library_error
 
 Message = Mapping[str, Any]
-TEMPLATE, LEGACY_TEMPLATE = "chat_template.jinja", "chat_template.json"
-MORE_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 _SPECIAL_TOKENS = (
     "bos_token",
     "eos_token",
@@ -89,8 +88,11 @@ class Tokenizer:
             key: text for key in _SPECIAL_TOKENS if (text := _content(folder, key, config.get(key)))
         }
         notes = add_missing(backend, folder, files, special_tokens)
-        notes += settings_that_do_not_hold(backend, folder, files[SETTINGS], special_tokens)
-        chat_template, more = _chat_template(folder, settings)
+        model_type = _read_optional(folder, "config.json").get("model_type")
+        notes += settings_that_do_not_hold(
+            backend, folder, files[SETTINGS], special_tokens, model_type
+        )
+        chat_template, more = chat_template_of(folder, settings, SETTINGS)
         for note in (*notes, *more):
             warnings.warn(note, stacklevel=2)
         return cls(backend, special_tokens=special_tokens, chat_template=chat_template)
@@ -222,7 +224,8 @@ class Tokenizer:
         return templates.render(
             templates.chosen(self.chat_template, chat_template, has_tools=tools is not None),
             messages,
-            {**self.special_tokens, **variables},
+            variables,
+            special_tokens=self.special_tokens,
             tools=tools,
             documents=documents,
             add_generation_prompt=add_generation_prompt,
@@ -292,69 +295,6 @@ def _library_errors(action: str) -> Iterator[None]:
         if isinstance(error, TypeError) or not is_library_error(error):
             raise
         raise ValueError(_FAILED.format(action, error)) from error
-
-
-def _chat_template(
-    folder: Path, settings: Mapping[str, Any]
-) -> tuple[str | dict[str, str] | None, list[str]]:
-    """Returns the template of a folder, or several by name; and what others its files hold.
-
-    Files of one template each win over chat_template.json, which wins over tokenizer_config.json.
-    """
-    files = {"default": TEMPLATE}
-    more = folder / MORE_TEMPLATES
-    if more.is_dir():
-        names = sorted(each.stem for each in more.iterdir() if each.suffix == ".jinja")
-        files |= {name: f"{MORE_TEMPLATES}/{name}.jinja" for name in names}
-    texts = {name: _text(path) for name in files if (path := find_file(folder, files[name]))}
-    notes: list[str] = []
-    legacy = _read_optional(folder, LEGACY_TEMPLATE)
-    where = TEMPLATE if texts.keys() == {"default"} else MORE_TEMPLATES
-    found = {where: texts}
-    for name, config in ((LEGACY_TEMPLATE, legacy), (SETTINGS, settings)):
-        found[name] = _named(folder, name, config.get("chat_template"), notes)
-    found = {name: named for name, named in found.items() if named}
-    first = next(iter(found), None)
-    if first is None:
-        return None, notes
-    named = found.pop(first)
-    notes += [
-        f"{folder}/{first} and {other} hold different chat templates; the former is used. Remove "
-        "the other."
-        for other, others in found.items()
-        if others != named
-    ]
-    return (named["default"] if named.keys() == {"default"} else named), notes
-
-
-def _named(folder: Path, name: str, template: Any, notes: list[str]) -> dict[str, str]:
-    """Returns the templates of a file by name, {} of None; adds to what there is to say."""
-    if template is None or isinstance(template, str):
-        return {"default": template} if template else {}
-    named: dict[str, str] = {}
-    if isinstance(template, dict):
-        template = [{"name": key, "template": text} for key, text in template.items()]
-    for entry in template if isinstance(template, list) else [template]:
-        key, text = (
-            (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (0, 0)
-        )
-        if not isinstance(key, str) or not isinstance(text, str):
-            raise ValueError(
-                f"a chat template in {folder}/{name} is {str(entry)[:100]}, expected text or a "
-                "list of objects with name and template; fetch the file again."
-            )
-        if named.get(key, text) != text:
-            notes.append(f"{folder}/{name} has two chat templates {key!r:.50}; the last is used.")
-        named[key] = text
-    return named
-
-
-def _text(path: Path) -> str:
-    """Returns the template in a file."""
-    try:
-        return read_bytes(path, 4 * templates.MAX_SOURCE_CHARS).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error}); fetch the file again.") from error
 
 
 def _content(folder: Path, key: str, token: Any) -> str | None:

@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 COLAB = ROOT / "colab"
 NOTEBOOKS = sorted(COLAB.glob("*.ipynb"))
 NAMES = [path.stem for path in NOTEBOOKS]
-# The other one shows what does not pay yet: rollouts eight at a time.
 INSTALL_CELL = (COLAB / "install_cell.py").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXAMPLES = {path.stem for path in (ROOT / "examples").glob("*.py")}

@@ -48,6 +48,7 @@ def attend(example: Example, implementation: str | None = None, seed: int = 0):
         "trees_and_prompts_window",
         "tree_of_70_nodes",
         "sinks_tree_bfloat16",
+        "int8",
     ),
 )
 def test_xla_agrees_with_reference(name):

@@ -102,8 +102,10 @@ QUICK = (
     "token_ids of fewer rows",
     "tree a text",
     "confidence of rows",
+    "draft None",
+    "another state",
+    "enter_rows 5",
 )
-QUICK = *QUICK, "draft None", "another state", "enter_rows 5"
 
 
 @pytest.fixture(scope="module")

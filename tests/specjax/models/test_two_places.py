@@ -330,7 +330,7 @@ def _(folders):
 def _(folders):
     for names in ({"pard_token": 7}, {"ptd_token_id": 7}, {"pard_token": 7, "ptd_token_id": 7}):
         assert silent(folders.of(**names)).config.mask_token_id == 7
-    with refused("mask token is .*7.*8"):
+    with refused("pard_token=7 and ptd_token_id=8 are two mask tokens"):
         load_model(folders.of(pard_token=7, ptd_token_id=8))
 
 
@@ -416,6 +416,7 @@ def _(folders):
     for key in ("use_qk_norm", "qkv_bias", "use_rope"):
         noted(folders.of("qwen3", **{key: False}), f"qwen3 model does not read: {key}\\.")
     noted(folders.of(attn_scale=0.0, n_ctx=5), r"llama model does not read: attn_scale, n_ctx\.")
+    silent(folders.of(resid_pdrop=0.0, hidden_dropout_prob=0.0, output_past=False))
     idle = {"use_cache": True, "_name_or_path": "a", "attention_dropout": 0.1, "use_mrope": False}
     silent(folders.of("qwen2", **idle))
     silent(folders.of("granite", embedding_multiplier=2.0))
@@ -515,7 +516,8 @@ def _(folders):
         folder = folders.of(max_position_embeddings=256, generation={key: value})
         noted(folder, rf"generation_config.json .* does not read: {key}\.")
     idle = {"bos_token_id": 1, "pad_token_id": 0, "max_length": 256, "_from_model_config": True}
-    silent(folders.of(max_position_embeddings=256, generation=idle | {"num_beams": 1}))
+    idle |= {"num_beams": 1, "epsilon_cutoff": 0.0, "min_new_tokens": 0, "disable_compile": False}
+    silent(folders.of(max_position_embeddings=256, generation=idle))
 
 
 @row("tokens that begin and pad a text")

@@ -3,6 +3,7 @@
 import enum
 import json
 import warnings
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -34,6 +35,7 @@ def _tokenizer(template=CHATML) -> Tokenizer:
 
 
 def _from(folder, config, **files) -> Tokenizer:
+    folder.mkdir(exist_ok=True)
     _tokenizer().backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"} | config))
     for name, text in files.items():
@@ -78,13 +80,17 @@ def test_templates_by_name(tmp_path, form):
 def test_files_of_templates_win_over_the_config(tmp_path):
     config = {"chat_template": "of the config"}
     assert _from(tmp_path, config).render_chat(ASKED) == "of the config"
-    with pytest.warns(match=r"additional_chat_templates and tokenizer_config.json hold different"):
+    with pytest.warns(
+        match=r"tokenizer_config.json holds .* \(default\), since .*/rag.jinja is there"
+    ):
         tokenizer = _from(tmp_path, config, rag="only {{ bos_token }}")
     assert tokenizer.chat_template == {"rag": "only {{ bos_token }}"}
     assert tokenizer.render_chat(ASKED, chat_template="rag") == "only <s>"
     with pytest.raises(ValueError, match="templates named rag, and none is the default"):
         tokenizer.render_chat(ASKED)
-    with pytest.warns(match=r"additional_chat_templates and tokenizer_config.json hold different"):
+    with pytest.warns(
+        match=r"tokenizer_config.json holds .* \(default\), since chat_template.jinja is there"
+    ):
         tokenizer = _from(tmp_path, config, chat_template="file")
     assert tokenizer.chat_template["default"] == "file"
 
@@ -96,9 +102,9 @@ def test_chat_templates_in_two_files(tmp_path):
     assert _from(tmp_path, {"chat_template": "a"}).chat_template == "a"
     legacy.write_text(json.dumps({"chat_template": "a"}))
     assert _from(tmp_path, {"chat_template": "a"}).chat_template == "a"
-    with pytest.warns(match=r"chat_template.json and tokenizer_config.json hold different chat"):
+    with pytest.warns(match=r"tokenizer_config.json holds .* since chat_template.json is there"):
         assert _from(tmp_path, AS_LIST).chat_template == "a"
-    with pytest.warns(match=r"chat_template.jinja and chat_template.json hold different chat"):
+    with pytest.warns(match=r"/chat_template.json holds .* since chat_template.jinja is there"):
         assert _from(tmp_path, {"chat_template": "b"}, chat_template="b").chat_template == "b"
     legacy.unlink()
     (tmp_path / "chat_template.jinja").unlink()
@@ -106,6 +112,48 @@ def test_chat_templates_in_two_files(tmp_path):
     twice = {"chat_template": [{"name": "rag", "template": text} for text in "aab"]}
     with pytest.warns(match=r"tokenizer_config.json has two chat templates 'rag'; the last"):
         assert _from(tmp_path, twice).chat_template == {"rag": "b"}
+
+
+def test_a_template_in_a_file_that_is_not_used(tmp_path):
+    """It is said where something is lost, and is never in the way."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _from(tmp_path, {"chat_template": "a\n"}, chat_template="a").chat_template == "a"
+        found = _from(tmp_path, {"chat_template": "a"}, chat_template="a", rag="r").chat_template
+        assert found == {"default": "a", "rag": "r"}
+    with pytest.warns(match=r"tokenizer_config.json holds .* \(tool_use, rag\), since"):
+        _from(tmp_path / "more", AS_LIST, chat_template="plain")
+    with pytest.warns(match=r"/chat_template.jinja holds .* since .*/default.jinja is there"):
+        assert _from(tmp_path, {}, chat_template="a", default="b").chat_template["default"] == "b"
+    (tmp_path / "additional_chat_templates" / "default.jinja").unlink()
+    with pytest.warns(match=r"is 5, expected .* It is not used, since .*jinja is there"):
+        _from(tmp_path, {"chat_template": 5}, chat_template="a")
+    (tmp_path / "chat_template.json").write_text("{")
+    with pytest.warns(match=r"chat_template.json is not JSON.* It is not used"):
+        _from(tmp_path, {}, chat_template="a")
+
+
+# Rows of docs/two-places.md, with the tests of each.
+ROWS = {
+    "a chat template": (
+        test_files_of_templates_win_over_the_config,
+        test_chat_templates_in_two_files,
+    ),
+    "chat_template.json": (test_chat_templates_in_two_files,),
+    "chat templates by name": (test_templates_by_name, test_chat_templates_in_two_files),
+    "files of chat templates by name": (
+        test_templates_by_name,
+        test_files_of_templates_win_over_the_config,
+        test_a_template_in_a_file_that_is_not_used,
+    ),
+}
+
+
+def test_the_table_has_these_rows():
+    docs = Path(__file__).parents[3] / "docs" / "two-places.md"
+    table = docs.read_text().partition("## Tokenizers")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")]
+    assert sorted(row for row in rows if "template" in row) == sorted(ROWS)
 
 
 @pytest.mark.parametrize(
@@ -261,8 +309,12 @@ def test_what_the_template_has_no_place_for_is_said():
     render = _tokenizer().render_chat
     with pytest.warns(UserWarning, match="no place for documents, which has no effect; name"):
         render(ASKED, documents=[DOCUMENT])
-    with pytest.warns(UserWarning, match="no place for enable_thinking, which"):
+    with pytest.warns(UserWarning, match="no place for enable_thinking, which") as told:
         render(ASKED, enable_thinking=False)
+    assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match="no place for enable, which has no effect; name") as told:
+        _tokenizer("{{ enable_thinking }}").encode_chat(ASKED, enable=False)
+    assert told[0].filename == __file__
     with pytest.warns(UserWarning, match=r"\(did you mean 'add_generation_prompt'\?\)"):
         render(ASKED, add_generation_promt=False)
     with warnings.catch_warnings():

@@ -139,9 +139,9 @@ def test_what_is_nested_too_deep_is_refused():
             _render("{{ a }}", messages, **arguments)
     for name in ("tools", "documents"):
         with pytest.raises(ValueError, match="nested too deep"):
-            chat_template.render(name, HELLO, {}, **{name: [{"a": deep}]})
+            chat_template.render(f"{{{{ {name} }}}}", HELLO, {}, **{name: [{"a": deep}]})
     with pytest.raises(ValueError, match="tools holds "):
-        chat_template.render("tools", HELLO, {}, tools=[deep])
+        chat_template.render("{{ tools }}", HELLO, {}, tools=[deep])
 
 
 @pytest.mark.parametrize(
