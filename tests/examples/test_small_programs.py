@@ -69,6 +69,7 @@ def test_every_example_is_run_here_and_listed():
     assert all(f"({name})" in page for name in names)
 
 
+@pytest.mark.full
 def test_one_page_is_lossless(capsys):
     one_page.main()  # asserts that it is
     assert "greedy: the same 30 tokens in " in capsys.readouterr().out

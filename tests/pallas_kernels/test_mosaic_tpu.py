@@ -366,8 +366,7 @@ def assert_equal_bits(arrays, others):
             (21, 8, "float32", 16),
             (9, 8, "int8", 64),
         ],
-        quick=(7, 512, "bfloat16", 128),
-        full=[(21, 8, "float32", 16), (9, 8, "int8", 64)],
+        full=[(7, 512, "bfloat16", 128), (21, 8, "float32", 16), (9, 8, "int8", 64)],
     ),
 )
 def test_writes(num_tokens, most_tokens, dtype, page_size, has_races, monkeypatch):

@@ -45,6 +45,7 @@ def test_match_agrees_with_a_loop(sizes):
     agrees()
 
 
+@pytest.mark.full
 def test_it_runs_in_programs_of_64_bits_and_of_strict_promotion():
     history = jnp.asarray([[1, 2, 3, 1, 2]], jnp.int32)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):

@@ -98,7 +98,7 @@ def two_texts(rows, length):
 ONE_BY_ONE = {"own tables, logits one by one": "own_tables"}
 
 
-@pytest.mark.parametrize("name", quick([*FLAGS, *ONE_BY_ONE], "own tables, logits one by one"))
+@pytest.mark.parametrize("name", quick([*FLAGS, *ONE_BY_ONE]))
 def test_what_it_says_is_what_its_equations_say(name, monkeypatch):
     if name not in FLAGS:
         monkeypatch.setattr(one_pass, "MOST_LOGIT_BYTES", 0)

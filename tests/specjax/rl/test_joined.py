@@ -139,6 +139,7 @@ def test_groups_budgets_and_refused_prompts(make, alone, model):
     assert is_idle(decoder)
 
 
+@pytest.mark.full
 def test_a_time_budget_ends_one_rollout_alone(make, alone, model):
     decoder = make(shares_steps=True)
     calls = [

@@ -135,6 +135,7 @@ def test_it_passes_through_jit():
     np.testing.assert_array_equal(same.completion_ids, batch.completion_ids)
 
 
+@pytest.mark.full
 def test_rollouts_are_sliced_joined_and_reshaped():
     batch, other = expected(), roll("plain", prompts=PROMPTS[:1], prompt_width=18)
     assert batch.metrics != other.metrics

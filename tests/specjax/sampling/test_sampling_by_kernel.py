@@ -53,6 +53,7 @@ def rows_of(params):
     )
 
 
+@pytest.mark.full
 def test_any_implementation_of_the_op_can_be_asked_for(monkeypatch):
     def mine(logits, keys, temperature, *, implementation):
         raise NotImplementedError(f"{implementation} covers nothing.")

@@ -86,7 +86,8 @@ def test_a_part_of_the_vocabulary(name):
     assert np.all(np.asarray(sums_of(kind, config, params, some)[1].accepted) > 0)
 
 
-@pytest.mark.parametrize("has_head", quick([True, False], True))
+@pytest.mark.parametrize("has_head", [True, False])
+@pytest.mark.full
 def test_medusa_begins_as_the_target_itself(has_head):
     """Each head says what the target said at the token before the root."""
     kind, config, params = begun("medusa", has_head=has_head)
