@@ -20,9 +20,10 @@ def main(argv=None):
     parser.add_argument("prompts", type=Path)
     parser.add_argument("answers", type=Path)
     parser.add_argument("--model", default="demo", help="a folder, or a name on the Hub")
-    parser.add_argument("--drafter", default="demo", help="a folder, ngram, history, ...")
+    parser.add_argument("--drafter", help="a folder, ngram, ...; by default demo, or ngram")
     parser.add_argument("--max-tokens", type=int, default=128)
     args = parser.parse_args(argv)
+    drafter = args.drafter or ("demo" if args.model == "demo" else "ngram")
 
     with args.prompts.open(encoding="utf-8") as file:
         prompts = [line.removesuffix("\n") for line in file]
@@ -32,7 +33,7 @@ def main(argv=None):
 
     sampling = specjax.SamplingParams(temperature=0, max_tokens=args.max_tokens)
     with (
-        specjax.Engine(args.model, drafter=args.drafter) as engine,
+        specjax.Engine(args.model, drafter=drafter) as engine,
         args.answers.open("a", encoding="utf-8") as file,
     ):
 

@@ -17,15 +17,16 @@ import specjax
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="demo", help="a folder, or a name on the Hub")
-    parser.add_argument("--drafter", default="demo", help="a folder, ngram, history, ...")
+    parser.add_argument("--drafter", help="a folder, ngram, ...; by default demo, or ngram")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--max-tokens", type=int, default=512)
     args = parser.parse_args(argv)
+    drafter = args.drafter or ("demo" if args.model == "demo" else "ngram")
 
     target = specjax.load_model(args.model)
     sampling = specjax.SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     messages = []
-    with specjax.Engine(target, drafter=args.drafter) as engine:
+    with specjax.Engine(target, drafter=drafter) as engine:
         while line := ask():
             messages.append({"role": "user", "content": line})
             answer = ""
@@ -35,6 +36,9 @@ def main(argv=None):
                     answer += chunk.text
             except KeyboardInterrupt:  # the stream aborts its request
                 pass
+            except ValueError as error:  # the chat is longer than the model's context, for one
+                print(error)
+                break
             print()
             messages.append({"role": "assistant", "content": answer})
         print(engine.stats)

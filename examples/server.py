@@ -22,6 +22,7 @@ from prometheus import metrics_text
 import specjax
 
 MOST_BYTES = 10_000_000  # of a request's body
+HeadTooLong = asyncio.LimitOverrunError
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "seed", "n"}
 SAMPLING |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"}
 SAMPLING |= {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
@@ -47,7 +48,7 @@ class Server:
             await asyncio.gather(leaving, return_exceptions=True)
             with suppress(asyncio.CancelledError):
                 await answering
-        except (ValueError, TypeError, LookupError, asyncio.LimitOverrunError) as error:
+        except (ValueError, TypeError, LookupError, RecursionError, HeadTooLong) as error:
             reply.fail(400, f"{type(error).__name__}: {error}")
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # the client left first
@@ -58,7 +59,9 @@ class Server:
 
     async def answer(self, request, body, reply):
         if request in ("POST /v1/completions", "POST /v1/chat/completions"):
-            await self.complete(dict(json.loads(body)), "chat" in request, reply)
+            if not isinstance(body := json.loads(body), dict):
+                raise ValueError("the body must be a JSON object.")
+            await self.complete(body, "chat" in request, reply)
         elif request == "GET /v1/models":
             models = [{"id": self.target.name, "object": "model"}]
             reply.whole(200, {"object": "list", "data": models})
@@ -72,6 +75,8 @@ class Server:
         body.setdefault("max_tokens", body.pop("max_completion_tokens", None))  # its newer name
         if unknown := set(body) - SAMPLING - OTHERS:
             raise ValueError(f"{', '.join(sorted(unknown))}: not supported here; leave it out.")
+        if is_chat and not isinstance(body.get("messages"), list):
+            raise ValueError("messages must be a list of objects with role and content.")
         wanted = {name: body[name] for name in SAMPLING & set(body) if body[name] is not None}
         prompt = prompt_of(self.target, body.get("messages")) if is_chat else body.get("prompt")
         kind = "chat.completion" if is_chat else "text_completion"
@@ -80,6 +85,9 @@ class Server:
         is_streamed, done = body.get("stream") or False, []
         if not isinstance(is_streamed, bool):
             raise ValueError(f"stream={is_streamed!r} must be true or false.")
+        options = body.get("stream_options") or {}
+        if not isinstance(options, dict):
+            raise ValueError(f"stream_options={options!r} must be an object.")
         sampling = specjax.SamplingParams(**wanted)
         stream = self.engine.astream(prompt, sampling, token_by_token=is_streamed)
         async with aclosing(stream) as chunks:
@@ -96,7 +104,7 @@ class Server:
             choices = [choice_of(each, is_chat, "message") for each in done]
             reply.whole(200, shell | {"choices": choices, "usage": usage})
             return
-        if (body.get("stream_options") or {}).get("include_usage"):
+        if options.get("include_usage"):
             await reply.event(shell | {"choices": [], "usage": usage})
         await reply.event("[DONE]")
 
@@ -137,7 +145,7 @@ class Reply:
 
 def choice_of(part, is_chat, key):
     """Returns a chunk or a completion as clients read it; `error` is ours."""
-    text = {key: {"content": part.text}} if is_chat else {"text": part.text}
+    text = {key: {"role": "assistant", "content": part.text}} if is_chat else {"text": part.text}
     error = {"error": part.error} if part.error else {}
     return {"index": part.sample_index, "finish_reason": part.finish_reason, **text, **error}
 
@@ -169,11 +177,12 @@ async def serve(server, port):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="demo", help="a folder, or a name on the Hub")
-    parser.add_argument("--drafter", default="demo", help="a folder, ngram, history, ...")
+    parser.add_argument("--drafter", help="a folder, ngram, ...; by default demo, or ngram")
     parser.add_argument("--port", type=int, default=8000)
     args = parser.parse_args(argv)
+    drafter = args.drafter or ("demo" if args.model == "demo" else "ngram")
     target = specjax.load_model(args.model)
-    with specjax.Engine(target, drafter=args.drafter) as engine, suppress(KeyboardInterrupt):
+    with specjax.Engine(target, drafter=drafter) as engine, suppress(KeyboardInterrupt):
         asyncio.run(serve(Server(engine, target), args.port))
 
 

@@ -10,9 +10,9 @@ import warnings
 
 import jax
 
-from specjax.api.stack_level import of_the_caller
 from specjax.engine.request import AcceptanceCounts
 from specjax.heads.loading import LoadedDrafter
+from specjax.runtime.stack_level import of_the_caller
 
 # Steps that drafted after which it is judged, and the largest share of them whose first draft token
 # was accepted that is an alarm. Of a head with a share of 0.3, which is a poor one, 24 steps accept

@@ -27,7 +27,6 @@ from specjax.api.sizing import (
     page_bytes,
     standing_sizes,
 )
-from specjax.api.stack_level import of_the_caller
 from specjax.config.checks import is_int
 from specjax.config.engine import EngineConfig
 from specjax.config.gate import SpeculationGate, gate_tokens
@@ -72,6 +71,7 @@ from specjax.policy.step_cost import Prior
 from specjax.policy.survival import Survival
 from specjax.runtime.amounts import amount
 from specjax.runtime.progress import Report
+from specjax.runtime.stack_level import of_the_caller
 from specjax.types import DecoderParams
 
 DEFAULT_POLICY = "goodput"  # "goodput" or "fixed", used if the config names none
@@ -128,12 +128,13 @@ class Setup:
     ) -> Setup:
         """Loads target and drafter and returns the setup; arguments as of `generate`."""
         mesh = sharding.automatic(mapped(mesh, mesh_axes))
+        engine = made(EngineConfig, engine, "engine")  # what is misspelt is said before loading
         model = load_target(target, mesh)
         if mesh is not None:
             sharding.validate(model.config, mesh)
         with sharding.lowered(mesh):
             own = with_page_size(
-                made(EngineConfig, engine, "engine"),
+                engine,
                 model.config,
                 dtype_of(model.params) or jnp.float32,
                 kv_shards=sharding.axis_size(mesh, sharding.TENSOR),
@@ -431,12 +432,12 @@ class Setup:
                 f"memory_bytes={self.engine.memory_bytes} has no effect over the mesh's "
                 f"{num_shards} data shards: nothing is planned for them yet. Say num_pages or "
                 "kv_cache_bytes.",
-                stacklevel=3,
+                stacklevel=of_the_caller(),
             )
             return None, None
         plan, fault = self._with_or_without_drafter(plans.make_plan)
         for warning in plan.notes:
-            warnings.warn(warning, stacklevel=3)
+            warnings.warn(warning, stacklevel=of_the_caller())
         return plan.memory, fault
 
     @functools.cached_property
@@ -640,7 +641,7 @@ class RunSetup(Setup):
             f"{sizes.num_pages} pages do not fit in the device's memory; going on with "
             f"{fewer}. Lower kv_cache_bytes, num_pages or memory_bytes to have no more "
             "to begin with.",
-            stacklevel=4,
+            stacklevel=of_the_caller(),
         )
         return dataclasses.replace(sizes, num_pages=fewer)
 
@@ -706,7 +707,7 @@ def _warn_of_context(target: Model, engine: EngineConfig) -> None:
             f"max_context={asked} is more than the {most} tokens that "
             f"{target.name or 'the model'!r} "
             f"was made for; prompt and output end at {most}.",
-            stacklevel=4,
+            stacklevel=of_the_caller(),
         )
 
 
@@ -740,8 +741,15 @@ def _choose_drafter(
       drafter: as of `generate`; it overrides that of the config.
     """
     source = drafter
+    named = config.method if config.method in BY_NAME else config.model
     if source is None:
-        source = config.method if config.method in BY_NAME else config.model
+        source = named
+    elif isinstance(source, str) and config.method in BY_NAME and source != named:
+        warnings.warn(
+            f"drafter={source!r} is used, and not the {named!r} of speculative_config; leave one "
+            "of them out.",
+            stacklevel=of_the_caller(),
+        )
     loaded = load_split_drafter(source, target, config, engine=engine, mesh=mesh)
     if not loaded.can_draft or config.depth == 0:
         # Plain decoding keeps no pages for a drafter.

@@ -31,6 +31,7 @@ from specjax.models.base import Model
 from specjax.models.hf_config import read_config
 from specjax.models.loading import default_dtype, load_model, resolve_folder, weight_dtype
 from specjax.planning.drafter_split import TABLE_CONTEXT, draft_token_s, split_drafter
+from specjax.runtime.stack_level import of_the_caller
 
 
 def load_target(target: Any, mesh: Mesh | None = None) -> Model:
@@ -92,7 +93,7 @@ def load_split_drafter(
     count = sum(leaf.size for leaf in leaves) or None
     spec, note = _split(loaded.spec, target, config, engine, mesh, dtype, count)
     if note:
-        warnings.warn(note, stacklevel=2)
+        warnings.warn(note, stacklevel=of_the_caller())
     return loaded if spec == loaded.spec else dataclasses.replace(loaded, spec=spec)
 
 

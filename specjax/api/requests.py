@@ -20,6 +20,7 @@ from specjax.engine.output_text import text_after
 from specjax.engine.request import Request
 from specjax.heads.loading import LoadedDrafter
 from specjax.models.base import Model
+from specjax.runtime.stack_level import of_the_caller
 from specjax.sampling import row_values
 from specjax.text.chat import Chat
 from specjax.types import BY_LAW, DELTA
@@ -137,7 +138,8 @@ def make_requests(
             "of the request out."
         )
         warnings.warn(
-            f"a request asks for num_speculative_tokens={too_many}; {drafts}", stacklevel=4
+            f"a request asks for num_speculative_tokens={too_many}; {drafts}",
+            stacklevel=of_the_caller(),
         )
     return requests, refused
 

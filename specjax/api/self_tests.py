@@ -24,6 +24,7 @@ import jax
 import pallas_kernels
 from specjax.config.engine import EngineConfig
 from specjax.runtime import compilation_cache, kept_files
+from specjax.runtime.stack_level import of_the_caller
 from specjax.runtime.version import __version__
 
 FOLDER = "self_tests"
@@ -91,7 +92,7 @@ def _passes(device_kind: str) -> bool:
             f"{OP} by {KERNEL!r} did not pass its self-test on {device_kind} "
             f"({verdict.fault}), so XLA computes it, which is slower. "
             f'EngineConfig(kernels={{"{OP}": "xla"}}) does so without a test.{kept}',
-            stacklevel=4,
+            stacklevel=of_the_caller(),
         )
     return verdict.fault is None
 

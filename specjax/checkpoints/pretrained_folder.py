@@ -63,6 +63,11 @@ def check_folder(folder: Path) -> None:
         )
 
 
+def has_own_card(folder: Path) -> bool:
+    """Whether a folder has a card that specjax wrote."""
+    return (folder / CARD).is_file() and _is_own_card(folder / CARD)
+
+
 def _is_own_card(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(len(CARD_START)) == CARD_START.encode()

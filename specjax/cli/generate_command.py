@@ -195,7 +195,11 @@ def _check_output(arguments: argparse.Namespace) -> None:
         raise ValueError("--output writes JSON lines in place of --json; leave out one of them.")
     path = Path(arguments.output)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"--output {path} cannot be written; name a file in a folder of yours.")
+        folder = path.parent
+        reason = "is a folder" if path.is_dir() else "cannot be written"
+        if not folder.is_dir():
+            reason = f"lies in {folder}, which is no folder"
+        raise ValueError(f"--output {path} {reason}; name a file in a folder of yours.")
 
 
 def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:

@@ -18,6 +18,7 @@ from specjax.config.checks import CAPTURED
 from specjax.config.engine import GATES, KV_CACHE_DTYPES, EngineConfig
 from specjax.config.speculation import SpeculationConfig
 from specjax.runtime.seconds import every_second
+from specjax.runtime.stack_level import of_the_caller
 
 if TYPE_CHECKING:
     from specjax.planning.plan_request import PlanRequest
@@ -233,7 +234,7 @@ def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
         try:
             device = devices.find_device(arguments.device, arguments.tensor_parallel)
         except NotImplementedError as error:
-            warnings.warn(f"the estimate stands: {error}", stacklevel=2)
+            warnings.warn(f"the estimate stands: {error}", stacklevel=of_the_caller())
         else:
             device = dataclasses.replace(device, speed=speed)
             with contextlib.closing(_Progress()) as progress:

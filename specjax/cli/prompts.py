@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specjax.cli import sampling_arguments
+from specjax.runtime.stack_level import of_the_caller
 from specjax.text.chat import Chat
 
 # Keys beside "messages", as of the OpenAI API and of vLLM.
@@ -57,10 +58,17 @@ def collect(
     if not entries:
         raise ValueError(
             "there is no prompt; give one as an argument, or --prompts FILE with one per line."
+            if path is None
+            else f"{'stdin' if path == '-' else path} holds no prompt; write one per line."
         )
     if is_chat:
         entries = [_as_chat(entry) for entry in entries]
     if chat_arguments:
+        if not any(isinstance(entry.prompt, Chat) or _is_chat(entry.prompt) for entry in entries):
+            raise ValueError(
+                "--chat-arguments are of a chat template, and no prompt is a chat; add --chat, or "
+                'write "messages" in a line of --prompts.'
+            )
         entries = [_with_arguments(entry, chat_arguments) for entry in entries]
     return entries
 
@@ -93,16 +101,17 @@ def _reason(error: OSError) -> str:
 
 
 def _read_lines(name: str, lines) -> Iterator[PromptEntry]:
-    number, is_text = 0, name.endswith(".txt")
+    number, is_text, is_first = 0, name.lower().endswith(".txt"), True
     try:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                if number == 1 and is_text and _LIKE_JSON.match(line):
+                if is_first and is_text and _LIKE_JSON.match(line):
                     warnings.warn(
                         f"in {name}, a file named .txt, each line is a prompt as it stands; name "
                         "it .jsonl if the objects are to be read.",
-                        stacklevel=2,
+                        stacklevel=of_the_caller(),
                     )
+                is_first = False
                 prompt, sampling = (line.rstrip("\r\n"), {}) if is_text else parse_line(line)
                 yield PromptEntry(prompt, sampling, f"{name} line {number}")
     except UnicodeDecodeError as error:

@@ -112,9 +112,9 @@ class Status:
     def __init__(self, stream: TextIO | None = None):
         self._stream = stream or sys.stderr
         self._is_shown = False
-        self._is_over = False
         self._end_seconds: Callable[[], None] = lambda: None
         self.is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._is_over = os.environ.get("TQDM_DISABLE", "0").lower() not in ("", "0", "false")
 
     def show(self, text: str) -> None:
         if self.is_terminal and not self._is_over:

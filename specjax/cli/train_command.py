@@ -176,6 +176,7 @@ def run(arguments: argparse.Namespace) -> int:
     config, head = _config(arguments), _head(arguments)
     folder = Path(arguments.out).expanduser().absolute()
     check_folder(folder)
+    _check_out(folder, arguments.target)
     target = specjax.load_model(arguments.target)
     start = None
     if arguments.start is not None:
@@ -212,8 +213,20 @@ def run(arguments: argparse.Namespace) -> int:
         f"\nheld-out text, the weights of step {trained.best.step}:\n{table(trained.best.figures)}"
     )
     print(f"saved in {folder}" + (f", curves in {plot}" if plot else ""))
-    print(f"try it: specjax generate --model {arguments.target} --drafter {folder} PROMPT")
+    print(
+        f"try it: specjax generate --model {arguments.target} --drafter {folder} --compare PROMPT"
+    )
     return 0
+
+
+def _check_out(folder: Path, target: str) -> None:
+    """Raises ValueError where the drafter would replace a model that was not trained here."""
+    from specjax.checkpoints.pretrained_folder import has_own_card
+
+    is_target = Path(target).expanduser().absolute() == folder
+    if is_target or (folder.exists() and any(folder.iterdir()) and not has_own_card(folder)):
+        what = "the target" if is_target else "a model that was not trained by this command"
+        raise ValueError(f"--out {folder} holds {what}, which would be replaced; give another.")
 
 
 def _say(arguments: argparse.Namespace, text: str) -> None:

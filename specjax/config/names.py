@@ -84,9 +84,13 @@ ELSEWHERE = {
         ("LLM", "LLMEngine", "AsyncLLM", "AsyncLLMEngine"),
         "specjax.generate takes prompts at once, specjax.Engine requests that come and go",
     ),
-    **dict.fromkeys(("AutoModelForCausalLM", "from_pretrained", "load"), "specjax.load_model"),
+    **dict.fromkeys(
+        ("AutoModel", "AutoModelForCausalLM", "from_pretrained", "load"), "specjax.load_model"
+    ),
     **dict.fromkeys(("AutoTokenizer", "Tokenizer"), "specjax.load_model(path).tokenizer"),
     "GenerationConfig": "specjax.SamplingParams",
+    "check_drafter": "specjax.testing.check_drafter",
+    "check_family": "specjax.testing.check_family",
 }
 SIMILARITY = 0.6  # similarity of names, 0 to 1, from which one is suggested for the other
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import sys
 import threading
 import time
 import weakref
@@ -98,5 +99,7 @@ def wait_for_all() -> None:
 @atexit.register
 def _end_all() -> None:
     # A thread that is compiling while the interpreter shuts down may crash the process.
+    if any(background.is_busy for background in [*_ALL]) and sys.stderr and sys.stderr.isatty():
+        print("specjax: a step is being compiled; the program ends after it.", file=sys.stderr)
     for background in [*_ALL]:
         background.end()

@@ -35,6 +35,7 @@ from specjax.drafters.token_set import TokenSet
 from specjax.models.base import Model
 from specjax.models.families import family_of
 from specjax.models.partition import automatic
+from specjax.runtime.stack_level import of_the_caller
 from specjax.text.token_bytes import Meaning, meanings
 from specjax.text.tokenization import Tokenizer
 
@@ -70,7 +71,7 @@ class Recoding(NamedTuple):
             warnings.warn(
                 f"the draft model {self.note()}; drafts of other tokens are never right. Choose a "
                 "draft model of the target's family.",
-                stacklevel=5,
+                stacklevel=of_the_caller(),
             )
 
     @property

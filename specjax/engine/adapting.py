@@ -16,6 +16,7 @@ from specjax.engine.request import Request
 from specjax.engine.run_state import RunState
 from specjax.engine.windows import KeptText
 from specjax.policy.interface import ExpectsAcceptance, SpeculationPolicy
+from specjax.runtime.stack_level import of_the_caller
 from specjax.types import DecoderParams
 
 
@@ -302,7 +303,7 @@ class Adapting:
                 f"an update of the drafter was dropped (loss {loss:.4g}): it was not finite, or "
                 "the loss of its own texts rose by far. The drafter stays as it was and goes on "
                 "learning; lower the optimiser's learning rate if AdaptStats.num_dropped grows.",
-                stacklevel=2,
+                stacklevel=of_the_caller(),
             )
 
     def _guarded(self, run: Callable[[], Any]) -> Any:
@@ -314,6 +315,6 @@ class Adapting:
             warnings.warn(
                 f"the drafter learns no more: {error!r:.300}. Requests go on with the drafter as "
                 "it is.",
-                stacklevel=2,
+                stacklevel=of_the_caller(),
             )
             return None

@@ -129,6 +129,8 @@ class BurstChoice:
         depth = load.limit(decision.num_speculative_tokens)
         if depth < decision.num_speculative_tokens:
             decision = Decision(num_speculative_tokens=depth, reason=load.limited_by)
+        elif load.most_speculative_tokens == 0:
+            decision = dataclasses.replace(decision, reason=load.limited_by, why="")
         return self._available(decision, load.row_buckets, beside)
 
     def _available(

@@ -12,6 +12,7 @@ from specjax.decode.bucket import Bucket
 from specjax.decode.decoder import TooLarge
 from specjax.decode.sizes import PromptShape
 from specjax.drafters.guard import DrafterError
+from specjax.runtime.stack_level import of_the_caller
 from specjax.types import NOT_A_NUMBER, OUTSIDE_VOCABULARY
 
 # Raised before a step is sent: the device's state is unchanged.
@@ -116,7 +117,7 @@ class Faults:
         warnings.warn(
             f"drafter {self.drafter!r} is turned off for this run: {reason}. Decoding goes on "
             "without it; under seeded, greedy and delta the text is the same.",
-            stacklevel=3,
+            stacklevel=of_the_caller(),
         )
 
     def drop(self, error: TooLarge) -> None:
@@ -142,7 +143,7 @@ class Faults:
         warnings.warn(
             f"{what} is dropped for this run; it goes on with {instead}: {error}. Lower "
             "max_rows, num_speculative_tokens or num_pages to have room.",
-            stacklevel=2,
+            stacklevel=of_the_caller(),
         )
 
 

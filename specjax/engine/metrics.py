@@ -39,6 +39,7 @@ _WORDS = {
     "table": "num_speculative_tokens_per_batch_size says so",
     "probe": "measured, to compare",
     "nothing measured yet": "the step that drafts was not yet compiled and measured",
+    "unproven": "drafts may be faster here, by too little or too unsure to change over",
     "prompts": "prompts were fed beside",
     "memory gate": "the batch is above speculation_weight_fraction of the memory",
     "pages": "pages were short",

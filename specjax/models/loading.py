@@ -38,6 +38,7 @@ from specjax.models.tensor_checks import check_sources
 from specjax.models.weight_files import open_folder
 from specjax.runtime.jax_settings import entrance
 from specjax.runtime.model_files import find_file, read_json
+from specjax.runtime.stack_level import of_the_caller
 
 _DEMO_WEIGHTS = Path(__file__).resolve().parents[1] / "demo" / "weights"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -101,7 +102,7 @@ def load_model(
     folder = resolve_folder(path)
     model, tensors, notes = open_model(folder, name or Path(path).name or folder.resolve().name)
     for note in notes:
-        warnings.warn(note, stacklevel=2)
+        warnings.warn(note, stacklevel=of_the_caller())
     params = load_params(
         *(folder, model.config, tensors),
         dtype=dtype,
@@ -154,7 +155,7 @@ def warn_of_activations(folder: Path, tensors: Mapping[str, Any]) -> None:
     path = find_file(folder, "config.json")
     text = None if path is None else int8_config.warning_of(read_json(path), path)
     if text is not None:
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, stacklevel=of_the_caller())
 
 
 def places_of(
@@ -235,7 +236,7 @@ def _warn_of_bfloat16(dtype: np.dtype, mesh: Mesh | None) -> None:
             f"{device.device_kind} has no bfloat16: every product widens weights of "
             "dtype='bfloat16' to float32. Use dtype='float32', or dtype='float16' for half the "
             "bytes if the model's activations stay below 65,504.",
-            stacklevel=2,
+            stacklevel=of_the_caller(),
         )
 
 

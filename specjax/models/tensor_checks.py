@@ -16,6 +16,7 @@ import numpy as np
 from specjax.models.base import ModelConfig
 from specjax.models.families import family_of
 from specjax.models.weight_files import IDLE, TIED
+from specjax.runtime.stack_level import of_the_caller
 
 _MOST_NAMES_LISTED = 10
 _LAYER = re.compile(r"^(.*?\.)\d+\.")  # the first number in a tensor's name is its layer's
@@ -179,7 +180,7 @@ def _check_outside_layers(
         warnings.warn(
             f"{folder} holds {len(left)} tensors that a {config.family} model does not use: "
             f"{_listed(left)}.",
-            stacklevel=2,
+            stacklevel=of_the_caller(),
         )
 
 

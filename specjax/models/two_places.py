@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specjax.models.base import Json
+from specjax.runtime.stack_level import of_the_caller
 
 THETA, ORIGINAL = "rope_theta", "original_max_position_embeddings"
 EAGLE_TYPE = "eagle"  # the model_type of a head that vLLM has converted
@@ -30,7 +31,7 @@ def warn(what: str, decision: str) -> None:
     """Warns that a fact stands in two places that differ."""
     warnings.warn(
         f"config.json has {what:.600}; {decision}. Take the other away, or correct it.",
-        stacklevel=2,
+        stacklevel=of_the_caller(),
     )
 
 
@@ -142,7 +143,7 @@ def _check_keys(scaling: Json, kind: Any) -> None:
         warnings.warn(
             f"config.json: the object of a rope of type {kind!r} has {', '.join(unknown)[:300]}, "
             "which is not used.",
-            stacklevel=2,
+            stacklevel=of_the_caller(),
         )
 
 

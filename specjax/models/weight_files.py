@@ -14,6 +14,7 @@ from specjax.models import safetensors, torch_files
 from specjax.models.base import Json
 from specjax.models.int8_reading import multiplied_out
 from specjax.runtime.model_files import find_file, read_json
+from specjax.runtime.stack_level import of_the_caller
 
 # Files that hold all weights or have an index of files; the first that is there counts, and of a
 # file and its index the file, as in transformers.
@@ -63,14 +64,14 @@ def open_folder(
         warnings.warn(
             f"{folder} holds files of weights that no index names, which are not read: "
             f"{_listed(unnamed)}. Take them away, or fetch the index again.",
-            stacklevel=2,
+            stacklevel=of_the_caller(),
         )
     for other in found[1:] if compares else ():
         if difference := _difference(tensors, other):
             warnings.warn(
                 f"{folder} holds its weights twice, in {found[0].name} and {other.name}, and "
                 f"{difference}. {found[0].name} is read; take away what is not meant.",
-                stacklevel=2,
+                stacklevel=of_the_caller(),
             )
     return tensors
 
@@ -222,7 +223,7 @@ def _open_shards(index_path: Path) -> Tensors:
         warnings.warn(
             f"{folder} holds {len(twice)} tensors in two files that differ: {_listed(twice)}. "
             f"Those that {index_path.name} names are read.",
-            stacklevel=2,
+            stacklevel=of_the_caller(),
         )
     tensors = {name: files[shard][name] for name, shard in place_of.items()}
     return multiplied_out(tensors, _config_of(folder), lambda name: folder / place_of[name])

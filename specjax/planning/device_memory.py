@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from specjax.runtime.stack_level import of_the_caller
+
 # Of a plan: allocations are rounded up, and arguments of steps are not planned. The first engine on
 # a GPU was seen 0.2 % above (docs/benchmarks/h200.md).
 TOLERANCE = 0.01
@@ -121,5 +123,5 @@ class MemoryWatch:
             f"steps were seen to take {measured / 1e6:.1f} MB of a device beside weights and "
             f"pages, {planned / 1e6:.1f} MB were planned; raise batch_safety_margin, or lower "
             "num_pages or max_rows.",
-            stacklevel=2,
+            stacklevel=of_the_caller(),
         )

@@ -22,6 +22,7 @@ from specjax.models.base import ModelConfig
 from specjax.paged.page_sizes import with_page_size
 from specjax.planning.devices import Device
 from specjax.planning.drafter_split import TABLE_CONTEXT, draft_token_s, split_drafter
+from specjax.runtime.stack_level import of_the_caller
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,7 +195,7 @@ def with_split_drafter(request: PlanRequest, asked: int | None = None) -> PlanRe
         request.drafter, asked, request.device.count, None if figures is None else seconds
     )
     if note:
-        warnings.warn(note, stacklevel=2)
+        warnings.warn(note, stacklevel=of_the_caller())
     return dataclasses.replace(request, drafter=drafter)
 
 

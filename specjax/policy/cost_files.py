@@ -26,6 +26,7 @@ from specjax.policy.ledger import Ledger
 from specjax.policy.step_cost import StepCosts
 from specjax.policy.survival import Survival
 from specjax.runtime import compilation_cache, kept_files
+from specjax.runtime.stack_level import of_the_caller
 from specjax.runtime.version import __version__
 
 FORMAT = 2
@@ -184,7 +185,7 @@ def read(key: dict[str, Any], known: Known) -> bool:
             warnings.warn(
                 f"step costs in {source} cannot be read and are left out: {error}; delete the "
                 "file, or measure again with `specjax bench --calibrate`.",
-                stacklevel=2,
+                stacklevel=of_the_caller(),
             )
             continue
         return True

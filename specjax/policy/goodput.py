@@ -566,6 +566,15 @@ class Goodput:
                 more.setdefault("num_steps", most)
         if chosen.bucket.max_drafts is not None and not self._knows_confidence:
             draft_caps = chosen.slots.likeliest(chosen.bucket)
+        other, why = self._compared, ""
+        is_plain = not chosen.bucket.num_speculative_tokens
+        if reason == "goodput" and is_plain and other and other.bucket.num_speculative_tokens:
+            reason = "unproven" if other.rate > chosen.rate else reason
+            why = (
+                f"a step with K = {other.bucket.num_speculative_tokens} is expected to give "
+                f"{other.tokens / chosen.tokens:.2f} times the tokens in "
+                f"{other.seconds / chosen.seconds:.2f} times the time"
+            )
         return Decision(
             num_speculative_tokens=chosen.bucket.num_speculative_tokens,
             reason=reason,
@@ -574,20 +583,8 @@ class Goodput:
             draft_caps=draft_caps,
             predicted_step_s=chosen.seconds,
             predicted_tokens=chosen.tokens,
-            why=self._why_not(chosen) if reason == "goodput" else "",
+            why=why,
             **more,
-        )
-
-    def _why_not(self, chosen: _Candidate) -> str:
-        """Returns what the fastest step that drafts would gain, where plain decoding was chosen."""
-        other = self._compared
-        if chosen.bucket.num_speculative_tokens or other is None:
-            return ""
-        if not (depth := other.bucket.num_speculative_tokens):
-            return ""
-        return (
-            f"a step with K = {depth} is expected to give {other.tokens / chosen.tokens:.2f} times "
-            f"the tokens in {other.seconds / chosen.seconds:.2f} times the time"
         )
 
     # Before plain decoding and a K were measured

@@ -22,6 +22,7 @@ from specjax.engine.text_feed import group_of
 from specjax.rl.batch import ERROR, UNFINISHED, Rollout
 from specjax.rl.decoder import MOST_PROMPTS, RolloutDecoder
 from specjax.rl.table import Table
+from specjax.runtime.stack_level import of_the_caller
 
 
 def sampling_of(prompts: Any, sampling: SamplingSource | None) -> SamplingParams:
@@ -211,7 +212,7 @@ def begun(
         warnings.warn(
             f"{len(refused)} of {len(table.lengths)} samples were refused and have "
             f"finish reason ERROR: {refused[0].error}",
-            stacklevel=4,  # past the decorator of `rollout`
+            stacklevel=of_the_caller(),  # past the decorator of `rollout`
         )
     return table, requests
 

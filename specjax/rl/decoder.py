@@ -44,6 +44,7 @@ from specjax.policy.interface import ExpectsAcceptance, SpeculationPolicy
 from specjax.runtime import compilation_cache
 from specjax.runtime.jax_settings import entrance
 from specjax.runtime.progress import Progress, Report
+from specjax.runtime.stack_level import of_the_caller
 from specjax.text.tokenization import Tokenizer
 from specjax.types import DecoderParams
 
@@ -563,7 +564,7 @@ def build_decoder(
             f"{setup.drafter.name!r} has a vocabulary of its own. Newer weights of it, as "
             "DecoderParams(policy, draft), must be rewritten in the target's first: "
             "specjax.load_drafter(dataclasses.replace(draft, params=new), target).params.",
-            stacklevel=3,
+            stacklevel=of_the_caller(),
         )
     if shares_steps:
         from specjax.rl.joined import JoinedDecoder  # which is one

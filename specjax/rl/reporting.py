@@ -13,6 +13,7 @@ from specjax.engine.request import AcceptanceCounts, Request
 from specjax.rl.batch import ERROR, LENGTH, UNFINISHED
 from specjax.rl.decoder import RolloutDecoder
 from specjax.rl.table import Table
+from specjax.runtime.stack_level import of_the_caller
 
 # A warning calls the drafter stale below this acceptance rate, after at least this many drafts.
 ALARM_RATE = 0.2
@@ -31,7 +32,7 @@ def refuse_nonsense(table: Table, requests: dict[int, Request]) -> None:
         raise ValueError(f"no sample could be drawn: {failed[0].error}")
     warnings.warn(
         f"{len(failed)} of {len(requests)} samples have finish reason ERROR: {failed[0].error}",
-        stacklevel=4,  # past the decorator of `rollout`
+        stacklevel=of_the_caller(),  # past the decorator of `rollout`
     )
 
 
@@ -120,5 +121,5 @@ def alarm(metrics: dict[str, Any], decoder: RolloutDecoder, rate: float) -> None
         f"policy, or {'; or '.join(decoder.likely_faults)}. Pass newer weights of the draft model "
         "as DecoderParams(policy, draft), or draft from history. Samples are not affected, and "
         "K = 0 is chosen where drafts do not pay.",
-        stacklevel=4,  # past the decorator of `rollout`
+        stacklevel=of_the_caller(),  # past the decorator of `rollout`
     )

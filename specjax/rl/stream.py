@@ -39,6 +39,7 @@ from specjax.rl.reporting import ALARM_RATE, Run, alarm
 from specjax.rl.table import Table
 from specjax.runtime.jax_settings import check_not_traced, entrance, in_own_settings
 from specjax.runtime.progress import Report
+from specjax.runtime.stack_level import of_the_caller
 from specjax.types import DecoderParams
 
 ASK_AGAIN_S = 0.01  # seconds until a feed without a prompt is asked again while no row runs
@@ -520,5 +521,5 @@ def _warn_of(errors: dict[int, str], num_samples: int) -> None:
         warnings.warn(
             f"{len(errors)} of {num_samples} samples have finish reason ERROR: "
             f"{next(iter(errors.values()))}",
-            stacklevel=6,  # past the stream's own functions
+            stacklevel=of_the_caller(),  # past the stream's own functions
         )

@@ -47,6 +47,7 @@ from specjax.rl.reporting import ALARM_RATE, Run, alarm, refuse_nonsense
 from specjax.rl.table import Table
 from specjax.runtime.jax_settings import entrance
 from specjax.runtime.progress import Report
+from specjax.runtime.stack_level import of_the_caller
 from specjax.types import DecoderParams
 
 _FINISH_REASONS = {STOP: "stop", LENGTH: "length"}  # of turns that an environment replies to
@@ -195,7 +196,7 @@ def _warn_of(failures: dict[int, str], num_samples: int) -> None:
     warnings.warn(
         f"the environment failed in {len(failures)} of {num_samples} dialogues, which have finish "
         f"reason ENVIRONMENT; in sample {index} {first}. The others are not affected.",
-        stacklevel=4,  # past the decorator of `rollout_turns`
+        stacklevel=of_the_caller(),  # past the decorator of `rollout_turns`
     )
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import jax
 
+from specjax.runtime.stack_level import of_the_caller
+
 # Every executable is stored: loading a model compiles dozens of small ones.
 MIN_COMPILE_TIME_S = 0.0
 ENVIRONMENT_VARIABLE = "SPECJAX_CACHE_DIR"
@@ -222,5 +224,5 @@ def _warn_once(folder: Path, danger: str) -> None:
         f"compiled steps are not kept: {danger}, and what is kept in {folder} is "
         "executed. Take the others' right to write away, set "
         f"{ENVIRONMENT_VARIABLE} to a folder of your own, or {ENVIRONMENT_VARIABLE}=off.",
-        stacklevel=3,
+        stacklevel=of_the_caller(),
     )

@@ -14,6 +14,7 @@ with warnings.catch_warnings():  # of a notebook without ipywidgets, where bars 
     from tqdm.auto import tqdm
 
 from specjax.runtime.seconds import every_second
+from specjax.runtime.stack_level import of_the_caller
 
 LOGGER = logging.getLogger("specjax")
 
@@ -82,7 +83,7 @@ class Progress:
         self._report, self._has_bars, self._bar = None, False, None
         warnings.warn(
             f"{what} raised {error!r}: no more progress is reported, and all else goes on.",
-            stacklevel=3,
+            stacklevel=of_the_caller(),
         )
 
     def _remove_bar(self) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from specjax.config.checks import shown
 from specjax.config.names import closest
-from specjax.runtime.callers import callers_level
+from specjax.runtime.stack_level import of_the_caller
 from specjax.text import template_process
 from specjax.text.tool_schemas import schema_of
 
@@ -125,8 +124,7 @@ def render(
         final = _marked(source, messages, continue_final_message)
     given = {"tools": None if tools is None else [_tool(tool) for tool in _listed("tools", tools)]}
     given["documents"] = None if documents is None else _listed("documents", documents)
-    _warn_of_unseen(source, {**variables, **given})
-    text = _rendered(
+    text, names = _rendered(
         source,
         {
             **plain(special_tokens or {}),
@@ -140,10 +138,11 @@ def render(
             ),
         },
     )
+    _warn_of_unseen(names, {**variables, **given})
     return _continued(text, final) if continue_final_message else text
 
 
-def _rendered(source: str, variables: dict[str, Any]) -> str:
+def _rendered(source: str, variables: dict[str, Any]) -> tuple[str, set[str]]:
     if len(source) > MAX_SOURCE_CHARS:
         raise ValueError(
             f"the chat template has {len(source)} characters, and at most {MAX_SOURCE_CHARS} are "
@@ -176,9 +175,8 @@ def _check_taken(variables: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={shown(value)} is not available: {instead}.")
 
 
-def _warn_of_unseen(source: str, given: Mapping[str, Any]) -> None:
-    """Warns of variables that a template does not name."""
-    names = _names(source)
+def _warn_of_unseen(names: Collection[str], given: Mapping[str, Any]) -> None:
+    """Warns of variables that a template, which reads those of these names, does not read."""
     for name, value in given.items():
         is_empty = value is None or (name in _LISTS and not value)
         if is_empty or name in names or name in _NOT_TAKEN:
@@ -188,15 +186,8 @@ def _warn_of_unseen(source: str, given: Mapping[str, Any]) -> None:
         warnings.warn(
             f"this chat template has no place for {name:.100}, which has no effect{hint}; name "
             "another template by chat_template=, or say it in a message.",
-            stacklevel=callers_level(),
+            stacklevel=of_the_caller(),
         )
-
-
-@functools.lru_cache(maxsize=64)
-def _names(source: str) -> frozenset[str]:
-    """Returns the words within a template's tags, texts in quotes left out."""
-    tags = re.findall(r"\{[{%](.*?)[%}]\}", source, re.DOTALL)
-    return frozenset(re.findall(r"[^\W\d]\w*", re.sub(r"'[^']*'|\"[^\"]*\"", "", " ".join(tags))))
 
 
 def _listed(name: str, values: Any) -> list[Any]:

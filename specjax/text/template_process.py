@@ -45,8 +45,9 @@ class Failed(Exception):
         self.stage = stage  # "compile", "render" or "unsafe"
 
 
-def rendered(source: str, variables: dict[str, Any]) -> str:
-    """Returns what a template writes, given values of Python's own types.
+def rendered(source: str, variables: dict[str, Any]) -> tuple[str, set[str]]:
+    """Returns what a template writes, given values of Python's own types; and the names of the
+    variables that it reads.
 
     Raises:
       Failed: by an error of the template.
@@ -62,7 +63,8 @@ def rendered(source: str, variables: dict[str, Any]) -> str:
     }
     reply = _pool.ask(marshal.dumps(request))
     if reply.startswith(_TEXT):
-        return reply[len(_TEXT) :].decode("utf-8", "surrogatepass")
+        names, _, text = reply[len(_TEXT) :].decode("utf-8", "surrogatepass").partition("\n")
+        return text, set(names.split())
     failure = {key: str(value) for key, value in parse_object(reply, "a reply").items()}
     stage = failure.get("stage", "render")
     if stage == "memory":

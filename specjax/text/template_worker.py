@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -33,7 +34,9 @@ _LATER = ("encodings.unicode_escape", "html", "jinja2.constants", "jinja2.debug"
 _LATER += ("pprint", "random", "textwrap", "unicodedata")
 READY = b"ready\n"
 PREFIX_BYTES = 8  # of a request and a reply: how many bytes follow
-TEXT = b"+"  # what the reply of a rendering that went well begins with
+# What the reply of a rendering that went well begins with: then the names of the variables that the
+# template reads, a newline, and the text.
+TEXT = b"+"
 _MAX_MESSAGE_CHARS = 500
 
 
@@ -76,7 +79,7 @@ def _answer(
     _limit(False, RLIMIT_CPU=end_s, RLIMIT_AS=max_memory_bytes)
     stage = "compile"
     try:
-        template, takes_parts = compiled(source)
+        template, takes_parts, names = compiled(source)
         stage = "render"
         if not takes_parts:
             variables["messages"] = [_with_text(message) for message in variables["messages"]]
@@ -86,7 +89,8 @@ def _answer(
             num_chars += len(piece)
             if num_chars > max_output_chars:
                 return _failure("length", RuntimeError())
-        return TEXT + "".join(pieces).encode("utf-8", "surrogatepass")
+        text = " ".join(names) + "\n" + "".join(pieces)
+        return TEXT + text.encode("utf-8", "surrogatepass")
     except MemoryError as error:
         return _failure("memory", error)
     except jinja2.sandbox.SecurityError as error:
@@ -115,12 +119,14 @@ def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @functools.lru_cache(maxsize=16)
-def compiled(source: str) -> tuple[jinja2.Template, bool]:
-    """Returns a template, and whether it takes a message's content as a list of parts."""
+def compiled(source: str) -> tuple[jinja2.Template, bool, set[str]]:
+    """Returns a template, whether it takes a message's content as a list of parts, and the names
+    of the variables that it reads."""
     environment = _environment()
     tree = environment.parse(source)
     takes_parts = _takes_parts(tree)
-    return environment.from_string(tree), takes_parts
+    names = jinja2.meta.find_undeclared_variables(tree) - environment.globals.keys()
+    return environment.from_string(tree), takes_parts, names
 
 
 def _takes_parts(tree: jinja2.nodes.Template) -> bool:

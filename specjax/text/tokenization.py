@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 
 from specjax.runtime.model_files import find_file, read_json
+from specjax.runtime.stack_level import of_the_caller
 from specjax.text import chat_template as templates
 from specjax.text import tokenizer_json
 from specjax.text.added_tokens import (
@@ -94,7 +95,7 @@ class Tokenizer:
         )
         chat_template, more = chat_template_of(folder, settings, SETTINGS)
         for note in (*notes, *more):
-            warnings.warn(note, stacklevel=2)
+            warnings.warn(note, stacklevel=of_the_caller())
         return cls(backend, special_tokens=special_tokens, chat_template=chat_template)
 
     @property

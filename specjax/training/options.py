@@ -37,7 +37,7 @@ def flag_option(options: dict[str, Any], name: str, default: bool) -> bool:
     """Returns an option that is a flag; ValueError where it is neither True nor False."""
     flag = options.get(name, default)
     if not isinstance(flag, bool):
-        raise ValueError(f"{name}={flag!r} must be True or False.")
+        raise ValueError(f"{name}={flag!r} must be True or False (true or false in JSON).")
     return flag
 
 

@@ -21,6 +21,7 @@ from specjax.config.sampling import SamplingParams
 from specjax.heads.loading import DrafterSource
 from specjax.models.base import Model
 from specjax.runtime.progress import Progress, Report
+from specjax.runtime.stack_level import of_the_caller
 from specjax.training.data import TrainingText, from_token_ids
 from specjax.training.fingerprints import weights_fingerprint
 
@@ -80,7 +81,7 @@ def text_of_target(
         warnings.warn(
             f"{missing} of {len(prompts)} prompts ended with an error and are left out: look at "
             "generate's results for them.",
-            stacklevel=2,
+            stacklevel=of_the_caller(),
         )
     return from_token_ids(texts, length, f"text of {target.name or 'the target'} itself")
 

@@ -22,6 +22,7 @@ from specjax.drafters.spec import ModelDrafter
 from specjax.heads.loading import LoadedDrafter, load_drafter
 from specjax.models.base import Model, Params
 from specjax.runtime.progress import Progress, Report
+from specjax.runtime.stack_level import of_the_caller
 from specjax.training import figures, learning, optimizers, options
 from specjax.training.data import TrainingText
 from specjax.training.drafts import Kind
@@ -358,7 +359,7 @@ def _count(memory: RunMemory, loss: float) -> None:
         warnings.warn(
             f"the loss of step {memory.step} is {loss}: the step changes nothing. A lower "
             "learning_rate may help.",
-            stacklevel=4,
+            stacklevel=of_the_caller(),
         )
     memory.num_skipped += 1
 

@@ -336,7 +336,13 @@ def test_a_line_may_hold_arguments_of_the_template(tmp_path):
     assert [each.prompt.arguments for each in entries] == [
         for_all, for_all | expected, for_all,
     ]  # fmt: skip
-    assert prompts.collect(["a"], None, is_chat=False, chat_arguments=for_all)[0].prompt == "a"
+    assert prompts.collect(["a"], path, is_chat=False, chat_arguments=for_all)[0].prompt == "a"
+    with pytest.raises(ValueError, match=r"--chat-arguments are of a chat template, .* add --chat"):
+        prompts.collect(["a"], None, is_chat=False, chat_arguments=for_all)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    with pytest.raises(ValueError, match=r"empty.jsonl holds no prompt; write one per line"):
+        prompts.collect([], str(empty), is_chat=False)
     assert terminal.first_line(entries[0].prompt) == "a"
     assert text.prompt == "text"
 
@@ -420,7 +426,7 @@ def test_lines_of_a_text_file_are_prompts_as_they_stand(tmp_path):
 
 def test_a_text_file_that_begins_with_objects_is_warned_of(tmp_path):
     path = tmp_path / "prompts.txt"
-    path.write_text('{"prompt": "x"}\n{"prompt": "y"}\n')
+    path.write_text('\n{"prompt": "x"}\n{"prompt": "y"}\n')
     with pytest.warns(UserWarning, match=r"prompts.txt, a file named .txt, .*name it .jsonl"):
         entries = prompts.collect([], str(path), is_chat=False)
     assert [entry.prompt for entry in entries] == ['{"prompt": "x"}', '{"prompt": "y"}']
@@ -440,8 +446,8 @@ def test_a_speculative_config_is_json_or_a_file_of_it(tmp_path, capsys):
 
 def test_an_output_that_cannot_be_written_is_refused_before_a_model_is_read(tmp_path, capsys):
     for argv, said in [
-        (["--output", str(tmp_path)], "cannot be written"),
-        (["--output", str(tmp_path / "none" / "file")], "cannot be written"),
+        (["--output", str(tmp_path)], "is a folder; name a file"),
+        (["--output", str(tmp_path / "none" / "file")], "none, which is no folder; name a file"),
         (["--output", str(tmp_path / "file"), "--json"], "leave out one of them"),
     ]:
         assert main(["generate", "x", "--model", str(tmp_path / "no model"), *argv]) == 2

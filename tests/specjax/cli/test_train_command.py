@@ -35,7 +35,7 @@ def test_a_head_is_trained_saved_and_read(arguments, capsys):
     assert drafter.spec.config.layers.num_layers == 1
     assert "specjax generate" in shown
     assert "held_out" in (out / "README.md").read_text()
-    more = ["--start", str(out), "--out", str(folder / "more"), "--json"]
+    more = ["--start", str(out), "--out", str(out), "--json"]  # it may be replaced
     assert main([*common, *more]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "eagle3"
 
@@ -62,6 +62,17 @@ def test_a_folder_with_other_files_is_refused_first(arguments, capsys, monkeypat
     monkeypatch.setattr(specjax, "load_model", lambda *_: pytest.fail("it was loaded"))
     assert main([*common, "--out", str(folder / "text")]) == 2
     assert "give one that is empty or absent" in capsys.readouterr().err
+
+
+def test_a_model_is_not_replaced(arguments, capsys, monkeypatch, tmp_path):
+    _, common = arguments
+    monkeypatch.setattr(specjax, "load_model", lambda *_: pytest.fail("it was loaded"))
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    assert main([*common, "--out", str(tmp_path)]) == 2
+    assert "holds a model that was not trained by this command" in capsys.readouterr().err
+    assert main([*common, "--target", str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "holds the target, which would be replaced" in capsys.readouterr().err
 
 
 def test_every_kind_can_be_asked_for():

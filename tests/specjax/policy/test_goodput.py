@@ -174,7 +174,7 @@ def test_plain_decoding_runs_while_what_drafts_is_compiled_beside_it():
     # Three times: one of them may be disturbed.
     assert [shape_of(turn) for turn in turns] == 3 * [Bucket(32, 3), Bucket(32, 0)]
     assert [turn.num_steps for turn in turns] == 6 * [PROBE_STEPS]
-    assert policy.choose(now).reason == "goodput"
+    assert policy.choose(now).reason == "unproven"
     assert policy.choose(now).num_speculative_tokens == 0  # nothing stood
 
 
@@ -420,7 +420,7 @@ def test_leaving_plain_decoding_must_repay_the_drafter_catching_up():
     assert policy.choose(plain).num_speculative_tokens == 0
     behind = np.full(1, 5000)
     decision = policy.choose(load(num_behind=behind, num_steps_left=40))
-    assert (decision.reason, decision.num_speculative_tokens) == ("goodput", 0)
+    assert (decision.reason, decision.num_speculative_tokens) == ("unproven", 0)
     assert policy.choose(load(num_steps_left=40)).num_speculative_tokens == 1
 
 
