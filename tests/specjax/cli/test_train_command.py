@@ -35,7 +35,8 @@ def test_a_head_is_trained_saved_and_read(arguments, capsys):
     assert drafter.spec.config.layers.num_layers == 1
     assert "specjax generate" in shown
     assert "held_out" in (out / "README.md").read_text()
-    more = ["--start", str(out), "--out", str(out), "--json"]  # it may be replaced
+    train_command._check_out(out, "demo")  # it may be replaced
+    more = ["--start", str(out), "--out", str(folder / "more"), "--json"]
     assert main([*common, *more]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "eagle3"
 
