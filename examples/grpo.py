@@ -361,6 +361,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--plot", metavar="PNG", help="where the curves are drawn")
     options = parser.parse_args(argv)
     begun_at = time.perf_counter()
+    print("learning from demonstrations ...", flush=True)
     start = pretrained(CONFIG, 0)
     draft_weights = {"draft": pretrained(DRAFT_CONFIG, 1)}
     if any(drafter.startswith("eagle3") for drafter in options.drafters):

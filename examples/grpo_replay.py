@@ -39,7 +39,7 @@ ENGINE = specjax.EngineConfig(
     row_buckets=(2, 4),
     max_context=96,
     max_prefill_tokens=128,
-    burst_steps=4,
+    burst_steps=2,
     max_logprobs=1,
 )
 

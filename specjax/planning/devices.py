@@ -132,7 +132,8 @@ def _parts(name: str) -> tuple[str, str, str]:
         raise ValueError(
             f"device={name!r} is unknown{suggestion(name.lower(), [CPU, *DEVICES, *full])}; "
             f"expected cpu, a GPU of {_names_of(NVIDIA)}, or a TPU of {_names_of(GOOGLE)}, with "
-            "or without gpu: or tpu: before it, and of a TPU the topology behind it, as v5e:2x2."
+            "or without gpu: or tpu: before it, and of a TPU the topology behind it, as v5e:2x2. "
+            "Several GPUs are --tensor-parallel N."
         )
     if len(parts) > 1 and not _TOPOLOGY.fullmatch(shape):
         raise ValueError(

@@ -59,6 +59,7 @@ MAY_NEED_OPTIONAL = (
     "specjax.training.run_store",
     "specjax.demo",
     "specjax.cli.bench",
+    "tools.chat_templates",
 )
 # Inside try.
 GUARDED = {
