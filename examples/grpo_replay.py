@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,7 +54,6 @@ class Replay:
     bursts: list[tuple[int, float, float]]  # rows, tokens and seconds of each
     mean_acceptance_length: float
     num_bursts_by_k: dict[int, int]
-    texts: str  # a hash of all samples, equal with drafts and without
 
     def part(self, most_rows: int | None) -> tuple[float, float]:
         """Returns tokens and seconds of what ran with so many rows; None is all, prompts
@@ -139,7 +137,6 @@ class Replayer:
             ],
             mean_acceptance_length=metrics["mean_acceptance_length"],
             num_bursts_by_k=dict(sorted(counts.items())),
-            texts=hashlib.sha256(np.asarray(batch.completion_ids).tobytes()).hexdigest()[:16],
         )
 
 

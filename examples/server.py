@@ -22,7 +22,8 @@ from prometheus import metrics_text
 import specjax
 
 MOST_BYTES = 10_000_000  # of a request's body
-HeadTooLong = asyncio.LimitOverrunError
+# What a request that is wrong raises: its values, or a head that is too long.
+WRONG = ValueError, TypeError, LookupError, RecursionError, asyncio.LimitOverrunError
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "seed", "n"}
 SAMPLING |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"}
 SAMPLING |= {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
@@ -48,12 +49,13 @@ class Server:
             await asyncio.gather(leaving, return_exceptions=True)
             with suppress(asyncio.CancelledError):
                 await answering
-        except (ValueError, TypeError, LookupError, RecursionError, HeadTooLong) as error:
+        except WRONG as error:
             reply.fail(400, f"{type(error).__name__}: {error}")
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # the client left first
-        except Exception as error:  # of the device, for one: it is no fault of the request
+        except Exception as error:  # the engine's: the client is told, asyncio logs it
             reply.fail(500, f"{type(error).__name__}: {error}")
+            raise
         finally:
             writer.close()
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 class BurstRecord:
     """One burst: its K, the reason, and predicted beside measured figures.
 
-    `reason` names the policy: "goodput" (also "probe" or "nothing measured yet"), "fixed" or
-    "table"; or the limit that lowered K: "memory gate", "pages" (where prompts are fed too),
-    "rows" (speculation_max_rows), "user" (no row wants drafts), "drafter off" (it failed),
+    `reason` names the policy: "goodput" (also "unproven", "probe" or "nothing measured yet"),
+    "fixed" or "table"; or the limit that lowered K: "memory gate", "pages" (where prompts are fed
+    too), "rows" (speculation_max_rows), "user" (no row wants drafts), "drafter off" (it failed),
     "dropped" (the burst did not fit when it was compiled). "prompts" is a step that the goodput
     policy lets run plainly because of the prompt tokens beside it.
     """

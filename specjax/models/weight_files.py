@@ -13,7 +13,7 @@ import numpy as np
 from specjax.models import safetensors, torch_files
 from specjax.models.base import Json
 from specjax.models.int8_reading import multiplied_out
-from specjax.runtime.model_files import find_file, read_json
+from specjax.runtime.model_files import find_file, read_json, read_optional_json
 from specjax.runtime.stack_level import of_the_caller
 
 # Files that hold all weights or have an index of files; the first that is there counts, and of a
@@ -156,12 +156,7 @@ def open_weights(path: str | Path) -> Tensors:
 
 def _config_of(folder: Path) -> Callable[[], Json]:
     """Returns what reads a folder's config.json, {} where it has none."""
-
-    def read() -> Json:
-        path = find_file(folder, "config.json")
-        return {} if path is None else read_json(path)
-
-    return read
+    return lambda: read_optional_json(folder, "config.json")
 
 
 def open_file(path: str | Path) -> Tensors:

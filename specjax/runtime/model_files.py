@@ -98,6 +98,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_object(read_bytes(path, MAX_JSON_BYTES), str(path))
 
 
+def read_optional_json(folder: Path, name: str) -> dict[str, Any]:
+    """Returns the object in a folder's JSON file, {} where it has none; raises as `read_json`."""
+    path = find_file(folder, name)
+    return {} if path is None else read_json(path)
+
+
 def parse_object(text: bytes, source: str) -> dict[str, Any]:
     """Returns the object that JSON text holds; messages begin with `source`.
 

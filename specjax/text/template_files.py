@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from specjax.runtime.model_files import find_file, read_bytes, read_json
+from specjax.runtime.model_files import find_file, read_bytes, read_optional_json
 from specjax.text.chat_template import MAX_SOURCE_CHARS
 
 TEMPLATE, LEGACY = "chat_template.jinja", "chat_template.json"
@@ -37,7 +37,7 @@ def chat_template_of(
         used.setdefault(name, (file, text))
     for file in (LEGACY, settings_name):
         try:
-            config = settings if file == settings_name else _legacy(folder)
+            config = settings if file == settings_name else read_optional_json(folder, LEGACY)
             named = _named(folder, file, config.get("chat_template"), notes)
         except ValueError as error:
             if not used:
@@ -79,11 +79,6 @@ def _unused(folder: Path, used: str, other: str, names: list[str]) -> str:
         f"{folder}/{other} holds a chat template that is not used ({listed}), since {used} is "
         "there; remove one of them."
     )
-
-
-def _legacy(folder: Path) -> dict[str, Any]:
-    path = find_file(folder, LEGACY)
-    return {} if path is None else read_json(path)
 
 
 def _named(folder: Path, file: str, template: Any, notes: list[str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from specjax.runtime.model_files import find_file, read_json
+from specjax.runtime.model_files import find_file, read_optional_json
 from specjax.runtime.stack_level import of_the_caller
 from specjax.text import chat_template as templates
 from specjax.text import tokenizer_json
@@ -81,7 +81,7 @@ class Tokenizer:
             tokenizer_json.refuse_other_forms(folder)
             return None
         backend = tokenizer_json.load(tokenizer_path)
-        files = {name: _read_optional(folder, name) for name in (SETTINGS, SPECIAL, ADDED)}
+        files = {name: read_optional_json(folder, name) for name in (SETTINGS, SPECIAL, ADDED)}
         # A null says nothing: the other file's value holds.
         settings = {key: value for key, value in files[SETTINGS].items() if value is not None}
         config = files[SPECIAL] | settings
@@ -89,7 +89,7 @@ class Tokenizer:
             key: text for key in _SPECIAL_TOKENS if (text := _content(folder, key, config.get(key)))
         }
         notes = add_missing(backend, folder, files, special_tokens)
-        model_type = _read_optional(folder, "config.json").get("model_type")
+        model_type = read_optional_json(folder, "config.json").get("model_type")
         notes += settings_that_do_not_hold(
             backend, folder, files[SETTINGS], special_tokens, model_type
         )
@@ -307,8 +307,3 @@ def _content(folder: Path, key: str, token: Any) -> str | None:
             "its content; fetch tokenizer_config.json again."
         )
     return text
-
-
-def _read_optional(folder: Path, name: str) -> dict[str, Any]:
-    path = find_file(folder, name)
-    return {} if path is None else read_json(path)

@@ -62,7 +62,7 @@ def test_advantages_are_within_groups():
 def test_speedups_are_of_the_median_rounds_of_all_checkpoints():
     def one(step, drafter, seconds, tail_s):
         bursts = [(8, 70.0, seconds - tail_s), (2, 10.0, tail_s)]
-        return replay.Replay(step, drafter, 100, seconds, bursts, 1.0, {}, "")
+        return replay.Replay(step, drafter, 100, seconds, bursts, 1.0, {})
 
     rounds = [one(0, "none", s, 4) for s in (9, 10, 50)]
     rounds += [one(0, "history", s, 2) for s in (4, 5, 6)]

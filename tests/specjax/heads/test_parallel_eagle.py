@@ -98,7 +98,8 @@ def two_texts(rows, length):
 ONE_BY_ONE = {"own tables, logits one by one": "own_tables"}
 
 
-@pytest.mark.parametrize("name", quick([*FLAGS, *ONE_BY_ONE]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*FLAGS, *ONE_BY_ONE])
 def test_what_it_says_is_what_its_equations_say(name, monkeypatch):
     if name not in FLAGS:
         monkeypatch.setattr(one_pass, "MOST_LOGIT_BYTES", 0)
@@ -108,7 +109,8 @@ def test_what_it_says_is_what_its_equations_say(name, monkeypatch):
     check_texts(OverMasks(config, params), rows, CAPTURED, VOCAB)
 
 
-@pytest.mark.parametrize("asked", quick([(3, 3), (1, 3), (3, 2), (0, 3)], (1, 3)), ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("asked", [(3, 3), (1, 3), (3, 2), (0, 3)], ids=str)
 def test_rows_are_asked_for_numbers_of_their_own(asked, monkeypatch):
     monkeypatch.setattr(one_pass, "MOST_LOGIT_BYTES", 0)  # what is kept are hidden states
     config, params = make_head("two_layers", mask_token_id=MASK)

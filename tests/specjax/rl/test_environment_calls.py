@@ -210,7 +210,7 @@ def test_a_coroutine_that_blocks_its_loop_does_not_block_later_calls():
             time.sleep(2)
         return OVER
 
-    replies = asked(environment, 3, timeout_s=0.2, most_calls=1)
+    replies = asked(environment, 3, timeout_s=1.0, most_calls=1)
     assert isinstance(replies[0], EnvironmentFailure)
     assert replies[1] is replies[2] is OVER
 
