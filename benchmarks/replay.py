@@ -15,7 +15,6 @@ import numpy as np
 
 from specjax.decode.bucket import Bucket
 from specjax.policy.interface import (
-    LEAST_TIMED_STEPS,
     Decision,
     Load,
     Outcome,
@@ -301,7 +300,6 @@ class Replay:
                 seconds=seen,
                 num_context_tokens=context,
                 num_behind=num_behind,
-                is_short=num_steps < LEAST_TIMED_STEPS,
                 requests=load.requests,
                 asked_depth=caps,
                 num_committed=committed,

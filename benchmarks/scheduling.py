@@ -98,7 +98,9 @@ def measure_costs(
     )
     progress.close()
     overhead = {
-        rows: measuring.ratio_interval(found.seconds[Bucket(rows, 0), CONTEXT], plain["bare", rows])
+        rows: measuring.ratio_interval(
+            found.seconds[Bucket(rows, 0), CONTEXT, 0], plain["bare", rows]
+        )
         for rows in row_buckets
     }
     return {
@@ -120,6 +122,8 @@ def costs_of(measured: dict[str, Any], most_context: int | None = None) -> tuple
     """
     lines: dict[Bucket, Any] = {}
     for record in measured["steps"]:
+        if record.get("num_behind"):
+            continue
         bucket = Bucket(*(record[name] for name in Bucket._fields))
         lines.setdefault(bucket, []).append((record["context_tokens"], record["step_s"]))
 
@@ -131,7 +135,6 @@ def costs_of(measured: dict[str, Any], most_context: int | None = None) -> tuple
 
     policy_knows = StepCosts()
     policy_knows.add_records(measured["steps"])
-    policy_knows.catch_up_s = measured["catch_up_s"]
     has = lambda bucket: bucket in lines
     contexts = {step["context_tokens"] / step["rows"] for step in measured["steps"]}
     longest = most_context or max(contexts)

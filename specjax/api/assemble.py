@@ -283,9 +283,11 @@ class Setup:
     def _known(self, decoder: Decoder, most: int) -> Known:
         """Returns the learned speed of target and drafter, with this setup's prior."""
         known = shelf_of(decoder).known()
-        known.costs.nodes_per_row = {k: self.drafter.num_nodes(k) for k in range(most + 1)}
-        known.costs.prior = self._prior
-        known.costs.padding = product_width if self._devices[0].platform == "cpu" else None
+        known.costs.describe(
+            {k: self.drafter.num_nodes(k) for k in range(most + 1)},
+            self._prior,
+            product_width if self._devices[0].platform == "cpu" else None,
+        )
         return known
 
     @functools.cached_property
@@ -293,7 +295,7 @@ class Setup:
         """The prediction of a step's seconds by bytes and operations; None on unknown devices."""
         device = self._devices[0]
         is_known = of_kind(device.device_kind) is not None or device.platform == "cpu"
-        # Lazy: its inputs take 0.1 s, and it is not called where steps were measured before.
+        # Lazy: a processor's speed is measured, once per machine.
         return (lambda *of: self._predicted(*of)) if is_known else None
 
     @functools.cached_property

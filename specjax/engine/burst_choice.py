@@ -62,7 +62,6 @@ class BurstChoice:
         flight = self.reserve(rows, num_steps, decision, beside)
         if flight is None:
             return None
-        flight.least_timed = min(LEAST_TIMED_STEPS, usual_steps)
         kept = np.isin(rows, flight.own)  # others were preempted
         caps = load.draft_caps[kept]
         flight.context_tokens = load.num_context_tokens - int(tokens[~kept].sum())

@@ -27,7 +27,6 @@ class Flight:
     asked_depth: Any = None  # i64[rows], most tokens that each drafts
     num_behind: int = 0  # maximum over rows: committed tokens that the drafter has not seen
     context_tokens: int = 0
-    least_timed: int = 1  # least steps with which its seconds are well measured
     is_cut: bool = False  # whether pages made it shorter
     is_learned_from: bool = True  # by the policy
     is_warm_up: bool = False  # its seconds are not those of later bursts

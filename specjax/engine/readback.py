@@ -145,7 +145,6 @@ class Reader:
             idle_s=begun_at - clock.told_at if clock.told_at else 0.0,
             num_context_tokens=flight.context_tokens + int(num_committed.sum()) / 2,
             num_behind=flight.num_behind,
-            is_short=len(num_committed) < flight.least_timed,
             growth=flight.growth,
             is_cut=flight.is_cut,
             requests=np.array([r.request.number for r in rows.values()], np.int64),

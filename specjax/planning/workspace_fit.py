@@ -172,8 +172,8 @@ def fewest_nonnegative(features: np.ndarray, targets: np.ndarray) -> np.ndarray:
 
     Every subset of the few features is fitted by relative least squares. The smallest subset
     whose largest error is at most FEATURE_TOLERANCE is taken, else the one with the least
-    largest error. Plain non-negative least squares (`specjax.least_squares`) differs: it uses
-    every feature that lowers the sum of squares.
+    largest error. Plain non-negative least squares differs: it uses every feature that
+    lowers the sum of squares.
 
     Args:
       features: f64[samples, n].

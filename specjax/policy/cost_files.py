@@ -1,7 +1,6 @@
 """Step costs and acceptance kept from one run to the next, in the user's cache directory.
 
-A file is read only for the device kind, models, dtypes, mesh and versions that wrote it. Where
-the user has none, a shipped file in configs/coefficients/ is read.
+A file is read only for the device kind, models, dtypes, mesh and versions that wrote it.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ import datetime
 import hashlib
 import json
 import os
-import reprlib
 import warnings
 from collections.abc import Collection, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +26,7 @@ from specjax.runtime import compilation_cache, kept_files
 from specjax.runtime.stack_level import of_the_caller
 from specjax.runtime.version import __version__
 
-FORMAT = 2
-MOST_CATCH_UP_S = 1e3  # largest valid catch-up per token
-MOST_BURST_S = 10.0  # largest valid fixed time of a burst
+FORMAT = 3
 MOST_KINDS = 16  # most kinds of sampling in a file, each with its acceptance and ledger
 # Exceptions that reading a damaged or hostile file may raise, beside OSError.
 UNREADABLE = (
@@ -43,13 +38,12 @@ UNREADABLE = (
     MemoryError,
     RecursionError,
 )
-SHIPPED = "specjax.configs.coefficients"
 
 
 def key_of(decoder: Decoder) -> dict[str, Any]:
     """Returns the key of step costs: readable fields, and a digest of the models and settings.
 
-    The capacity in rows and tokens is not part of it: costs are stored by bucket and context.
+    The capacity in rows and tokens is not part of it: bursts are stored with bucket and context.
     """
     device = jax.devices()[0]
     config = decoder.config
@@ -105,14 +99,15 @@ class Known:
         ledgers = {kind: own.copy() for kind, own in self.ledgers.items()}
         return Known(self.costs.copy(), {**self.acceptance}, ledgers)
 
-    def take(self, other: Known, kinds: Collection[str] = ()) -> None:
+    def take(self, other: Known, kinds: Collection[str] = (), *, is_newer: bool = False) -> None:
         """Adds what another knows and this one lacks, or measured less of.
 
         Args:
+          is_newer: as of StepCosts.take.
           kinds: kinds of sampling that this one learned about since the two were equal; it keeps
             their acceptance and ledgers (Ledger.take).
         """
-        self.costs.take(other.costs)
+        self.costs.take(other.costs, is_newer=is_newer)
         for kind, record in other.acceptance.items():
             if kind not in kinds or kind not in self.acceptance:
                 self.acceptance[kind] = record
@@ -129,34 +124,18 @@ class Known:
         kinds = dict(document.get("acceptance", {})), dict(document.get("ledgers", {}))
         if max(map(len, kinds)) > MOST_KINDS:
             raise ValueError(f"it knows more than {MOST_KINDS} kinds of sampling")
-        catch_up_s = document["catch_up_s"]
-        if catch_up_s is not None and not 0 <= catch_up_s < MOST_CATCH_UP_S:
-            raise ValueError(f"catch_up_s={reprlib.repr(catch_up_s)} means nothing")
-        burst_s = float(document.get("burst_s", 0.0))
-        if not 0 <= burst_s < MOST_BURST_S:
-            raise ValueError(f"burst_s={burst_s} means nothing")
         acceptance, ledgers = kinds
         for record in acceptance.values():
             Survival.of_record(record, 1)
         ledgers = {kind: Ledger.of_record(record) for kind, record in ledgers.items()}
-        steps, bursts = document["steps"], document.get("bursts", [])
-        StepCosts().add_records(steps, bursts=bursts)  # validates: all are added, or none
-        self.costs.add_records(steps, bursts=bursts)
-        self.costs.catch_up_s = catch_up_s
-        self.costs.start_burst(burst_s)
+        self.costs.add_records(document["steps"])
         self.acceptance |= acceptance
         self.ledgers |= ledgers
 
     def to_document(self) -> dict[str, Any]:
         """Returns everything known, for JSON."""
-        catch_up_s = self.costs.catch_up_s
         return {
-            "catch_up_s": catch_up_s
-            if catch_up_s is None
-            else min(catch_up_s, MOST_CATCH_UP_S / 2),
-            "burst_s": min(self.costs.burst_s, MOST_BURST_S / 2),
             "steps": self.costs.to_records(),
-            "bursts": self.costs.to_bursts(),
             "acceptance": self.acceptance,
             "ledgers": {kind: own.to_record() for kind, own in self.ledgers.items()},
         }
@@ -172,24 +151,22 @@ def load(decoder: Decoder, known: Known) -> bool:
 
 def read(key: dict[str, Any], known: Known) -> bool:
     """Like `load`, from the file of a key."""
-    own = path_of(key)
-    for source in (own, resources.files(SHIPPED) / _name(key)):
-        if source is None or not source.is_file():
-            continue
-        try:
-            kept = kept_files.read_json(source)
-            if kept["format"] != FORMAT or kept["key"] != key:
-                continue
-            known.add(kept)
-        except (*UNREADABLE, OSError) as error:
-            warnings.warn(
-                f"step costs in {source} cannot be read and are left out: {error}; delete the "
-                "file, or measure again with `specjax bench --calibrate`.",
-                stacklevel=of_the_caller(),
-            )
-            continue
-        return True
-    return False
+    path = path_of(key)
+    if path is None or not path.is_file():
+        return False
+    try:
+        kept = kept_files.read_json(path)
+        if kept["format"] != FORMAT or kept["key"] != key:
+            return False
+        known.add(kept)
+    except (*UNREADABLE, OSError) as error:
+        warnings.warn(
+            f"step costs in {path} cannot be read and are left out: {error}; delete the "
+            "file, or measure again with `specjax bench --calibrate`.",
+            stacklevel=of_the_caller(),
+        )
+        return False
+    return True
 
 
 def save(decoder: Decoder, known: Known) -> Path | None:
@@ -206,7 +183,6 @@ def write(key: dict[str, Any], path: Path | None, known: Known) -> Path | None:
         "format": FORMAT,
         "key": key,
         "date": datetime.date.today().isoformat(),
-        "fit_error": round(known.costs.fit_error(), 4),
     } | known.to_document()
     return path if kept_files.write_json(path, document) else None
 

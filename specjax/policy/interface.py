@@ -101,7 +101,6 @@ class Outcome:
     idle_s: float = 0.0  # since the last burst that was learned from
     num_context_tokens: float  # of all rows, midway
     num_behind: int  # maximum over rows: tokens that the drafter had to catch up with first
-    is_short: bool  # too few steps to time them well
     growth: int = 0  # most tokens that each row had pages for
     is_cut: bool = False  # whether it had fewer steps than were asked for, for want of pages
     requests: Any  # i64[rows]

@@ -1,4 +1,4 @@
-"""Regret of missing buckets and budgets of probes, kept from run to run. No jax."""
+"""What a policy may spend on finding out, and what it missed, kept from run to run. No jax."""
 
 from __future__ import annotations
 
@@ -17,32 +17,26 @@ LIFE_KEPT = 0.25  # fraction of a longer life that a shorter one leaves
 
 @dataclasses.dataclass
 class Ledger:
-    """Seconds lost for lack of compiled buckets (regret), and seconds that probes may lose.
+    """Seconds that probes may lose, and seconds lost for lack of compiled buckets (regret).
 
-    Runs may be short, so budgets and regret carry over to the next run. A compiled executable
-    stays on disk for later processes; each of them has to read it once.
+    Runs may be short, so both carry over to the next run. A compiled executable stays on disk for
+    later processes; each of them has to read it once.
 
     Attributes:
+      budget_s: seconds that probes may lose; below 0 if overspent. None: nothing was measured yet.
       missed_s: regret by uncompiled bucket: seconds it would have saved against what ran.
       missed_before_s: the part of missed_s that earlier processes lost.
-      ran: buckets that ran in this process.
-      routine_s: budget for measuring again what was measured long ago; below 0 if overspent.
-      hope_s: budget for buckets that may be better than predicted; below 0 if overspent.
-      plain_s: seconds of plain decoding since a burst drafted.
-      drafting_s: seconds of drafting since plain decoding ran.
-      late_s: seconds that probes of drafting lost beyond ASK_SHARE, not yet saved up again.
+      ran: how many bursts of each bucket ran in this process.
+      since_s: seconds since a burst drafted, and since one was plain.
       lived_s: seconds of all bursts of this process.
       life_s: those of the last process that ended, or a quarter of those of a longer one before
         it; MOST_S if there was none.
     """
 
+    budget_s: float | None = None
     missed_s: dict[Bucket, float] = dataclasses.field(default_factory=dict)
-    ran: set[Bucket] = dataclasses.field(default_factory=set)
-    routine_s: float = 0.0
-    hope_s: float = 0.0
-    plain_s: float = 0.0
-    drafting_s: float = 0.0
-    late_s: float = 0.0
+    ran: dict[Bucket, int] = dataclasses.field(default_factory=dict)
+    since_s: tuple[float, float] = (0.0, 0.0)
     lived_s: float = 0.0
     life_s: float = MOST_S
     missed_before_s: dict[Bucket, float] = dataclasses.field(default_factory=dict)
@@ -55,10 +49,10 @@ class Ledger:
         Buckets of as many rows were missed in the same bursts. Each keeps only the regret beyond
         that of this bucket, and so does its part of earlier processes.
         """
-        self.ran.add(bucket)
+        self.ran[bucket] = self.ran.get(bucket, 0) + 1
         for missed_s in (self.missed_s, self.missed_before_s):
             own = missed_s.pop(bucket, 0.0)
-            for other in [other for other in missed_s if other.rows == bucket.rows]:
+            for other in [other for other in missed_s if other.rows == bucket.rows and own]:
                 missed_s[other] -= own
                 if missed_s[other] <= 0:
                     del missed_s[other]
@@ -67,13 +61,11 @@ class Ledger:
         """Adds seconds to the regret of a bucket that is not compiled."""
         self.missed_s[bucket] = min(self.missed_s.get(bucket, 0.0) + seconds, MOST_S)
 
-    def spend(self, seconds: float, *, is_drafting: bool) -> None:
-        """Records seconds of drafting or of plain decoding, and resets those of the other."""
+    def pass_(self, seconds: float, *, is_drafting: bool) -> None:
+        """Records the seconds of a burst."""
         self.lived_s = min(self.lived_s + seconds, MOST_S)
-        if is_drafting:
-            self.plain_s, self.drafting_s = 0.0, min(self.drafting_s + seconds, MOST_S)
-        else:
-            self.plain_s, self.drafting_s = min(self.plain_s + seconds, MOST_S), 0.0
+        drafting_s, plain_s = (min(since + seconds, MOST_S) for since in self.since_s)
+        self.since_s = (0.0, plain_s) if is_drafting else (drafting_s, 0.0)
 
     @property
     def left_s(self) -> float:
@@ -114,24 +106,16 @@ class Ledger:
 
     def copy(self) -> Ledger:
         """Returns an independent copy."""
-        return dataclasses.replace(
-            self,
-            missed_s={**self.missed_s},
-            missed_before_s={**self.missed_before_s},
-            shared_s={**self.shared_s},
-            ran={*self.ran},
-        )
+        names = ("missed_s", "missed_before_s", "shared_s", "ran")
+        return dataclasses.replace(self, **{name: {**getattr(self, name)} for name in names})
 
     def to_record(self) -> dict[str, Any]:
         """Returns the figures that the next process starts with, for JSON."""
         missed = sorted(self.missed_s.items(), key=lambda found: -found[1])
         return {
             "missed": [[*bucket, seconds] for bucket, seconds in missed[:MOST_KEPT]],
-            "routine_s": max(self.routine_s, 0.0),
-            "hope_s": max(self.hope_s, 0.0),
-            "plain_s": self.plain_s,
-            "drafting_s": self.drafting_s,
-            "late_s": self.late_s,
+            "budget_s": self.budget_s and max(self.budget_s, 0.0),
+            "since_s": list(self.since_s),
             "life_s": self._life_s,
         }
 
@@ -144,18 +128,22 @@ class Ledger:
         """
         try:
             missed = {_bucket_of(key): float(s) for *key, s in record["missed"]}
-            names = ("routine_s", "hope_s", "plain_s", "drafting_s")
-            pots = {name: float(record[name]) for name in names}
-            pots["late_s"] = float(record.get("late_s", 0.0))
-            pots["life_s"] = float(record.get("life_s", MOST_S))
+            drafting_s, plain_s = map(float, record["since_s"])
+            budget_s, life_s = record["budget_s"], float(record["life_s"])
+            budget_s = None if budget_s is None else float(budget_s)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{reprlib.repr(record)} is no ledger: {error!r}.") from None
-        figures = (*missed.values(), *pots.values())
+        figures = (*missed.values(), drafting_s, plain_s, budget_s or 0.0, life_s)
         if not all(0 <= s < math.inf for s in figures) or len(missed) > MOST_KEPT:
             raise ValueError(f"{reprlib.repr(record)} is no ledger.")
         missed = {bucket: min(s, MOST_S) for bucket, s in missed.items()}
-        pots = {name: min(s, MOST_S) for name, s in pots.items()}
-        return dataclasses.replace(cls(missed, missed_before_s={**missed}), **pots)
+        return cls(
+            budget_s=budget_s and min(budget_s, MOST_S),
+            missed_s=missed,
+            missed_before_s={**missed},
+            since_s=(min(drafting_s, MOST_S), min(plain_s, MOST_S)),
+            life_s=min(life_s, MOST_S),
+        )
 
 
 def _bucket_of(key: Sequence[Any]) -> Bucket:

@@ -93,7 +93,7 @@ class Shelf:
                 for kind in self._kinds & beside.ledgers.keys():
                     since = self._in_file.get(kind, {})
                     self._known.ledgers[kind].take(beside.ledgers[kind], since)
-                self._known.take(beside, self._kinds)
+                self._known.take(beside, self._kinds, is_newer=True)
             if cost_files.write(self._key, path, self._known) is not None:
                 self._note_file()
 

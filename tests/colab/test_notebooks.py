@@ -18,8 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 COLAB = ROOT / "colab"
 NOTEBOOKS = sorted(COLAB.glob("*.ipynb"))
 NAMES = [path.stem for path in NOTEBOOKS]
-# The other one shows what does not pay yet: rollouts eight at a time.
-GAINS = [path for path in NOTEBOOKS if path.stem != "rl_rollouts"]
 INSTALL_CELL = (COLAB / "install_cell.py").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXAMPLES = {path.stem for path in (ROOT / "examples").glob("*.py")}
@@ -122,7 +120,7 @@ def test_stored_outputs_say_nothing_of_a_machine_and_warn_of_nothing(path):
     assert not re.search(r"0x[0-9a-f]{6,}", text)
 
 
-@pytest.mark.parametrize("path", GAINS, ids=lambda path: path.stem)
+@every_notebook
 def test_the_last_cell_shows_a_gain(path):
     """Times plain decoding, of a table of `compare` or of lines that say so."""
     outputs_of_last = code_cells(path)[-1]["outputs"]

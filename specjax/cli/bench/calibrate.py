@@ -138,10 +138,15 @@ class StepTimer:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Seconds by round, of every bucket and context."""
+    """Seconds per step by round, of every bucket, context and catch-up.
 
-    seconds: dict[tuple[Bucket, int], list[float]]
-    catch_up_s: float  # per token that the drafter has not seen, in the row with most of them
+    Attributes:
+      seconds: by bucket, tokens of context and tokens that the drafter has not seen, of each row.
+      num_steps: of a burst.
+    """
+
+    seconds: dict[tuple[Bucket, int, int], list[float]]
+    num_steps: int
 
     def records(self) -> list[dict[str, Any]]:
         """Returns the medians as StepCosts keeps them."""
@@ -150,10 +155,21 @@ class Calibration:
             | {
                 "context_tokens": float(bucket.rows * context),
                 "step_s": measuring.median(measured),
-                "num_measurements": len(measured),
+                "num_steps": self.num_steps,
+                "num_behind": behind,
             }
-            for (bucket, context), measured in self.seconds.items()
+            for (bucket, context, behind), measured in self.seconds.items()
         ]
+
+    @property
+    def catch_up_s(self) -> float:
+        """Seconds per token that the drafter has not seen."""
+        late = next((place for place in self.seconds if place[-1]), None)
+        if late is None:
+            return 0.0
+        lags = zip(self.seconds[late], self.seconds[*late[:2], 0], strict=True)
+        extra = measuring.median([late - ready for late, ready in lags])
+        return max(extra * self.num_steps / late[-1], 0.0)
 
 
 def calibrate(
@@ -181,16 +197,15 @@ def calibrate(
         report("compiling buckets", done, len(buckets))
         jax.block_until_ready(timer.run(bucket, contexts[0]))
     contenders: dict[Any, Callable[[], Any]] = beside | {
-        (bucket, context): functools.partial(timer.run, bucket, context)
+        (bucket, context, 0): functools.partial(timer.run, bucket, context)
         for bucket in buckets
         for context in contexts
     }
-    behind = contexts[-1] - 1
     if drafting is not None:
-        for num in (0, behind):
-            contenders["behind", num] = functools.partial(
-                timer.run, drafting, contexts[-1], behind=num
-            )
+        context = contexts[-1]
+        contenders[drafting, context, context - 1] = functools.partial(
+            timer.run, drafting, context, behind=context - 1
+        )
     seconds: dict[Any, list[float]] = {place: [] for place in contenders}
     for done in range(rounds):
         report("measuring", done, rounds)
@@ -198,10 +213,5 @@ def calibrate(
         for place, (one,) in measured.items():
             seconds[place].append(one / timer.num_steps)
     report("measuring", rounds, rounds)
-    catch_up_s = 0.0
-    if drafting is not None:
-        lags = zip(seconds["behind", behind], seconds["behind", 0], strict=True)
-        extra = measuring.median([late - ready for late, ready in lags])
-        catch_up_s = max(extra * timer.num_steps / behind, 0.0)
-    own = {place: seconds[place] for place in contenders if isinstance(place[0], Bucket)}
-    return Calibration(own, catch_up_s), {place: seconds[place] for place in beside}
+    own = {place: seconds[place] for place in contenders if place not in beside}
+    return Calibration(own, timer.num_steps), {place: seconds[place] for place in beside}

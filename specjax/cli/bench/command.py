@@ -27,7 +27,7 @@ from specjax.models.families import family_of
 from specjax.models.loading import load_model
 from specjax.policy import cost_files
 from specjax.policy.goodput import Goodput
-from specjax.policy.step_cost import MEMORY, StepCosts
+from specjax.policy.step_cost import StepCosts
 from specjax.runtime import compilation_cache
 from specjax.runtime.progress import Progress
 
@@ -218,9 +218,8 @@ def _calibrate(options: argparse.Namespace) -> int:
         report=progress.report,
     )
     progress.close()
-    costs = StepCosts(policy.costs.nodes_per_row, padding=policy.costs.padding)
-    costs.add_records(found.records(), MEMORY)
-    costs.catch_up_s = found.catch_up_s
+    costs = StepCosts()
+    costs.add_records(found.records())
     kept = cost_files.Known(StepCosts())
     cost_files.load(decoder, kept)
     path = cost_files.save(decoder, cost_files.Known(costs, kept.acceptance, kept.ledgers))
@@ -228,8 +227,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         "environment": measuring.environment(),
         "key": cost_files.key_of(decoder),
         "rounds": options.rounds,
-        "fit_error": costs.fit_error(),
-        "catch_up_s": costs.catch_up_s,
+        "catch_up_s": found.catch_up_s,
         "steps": costs.to_records(),
         "file": None if path is None else str(path),
     }
@@ -278,11 +276,8 @@ def _table(document: dict[str, Any]) -> str:
         f"{s['rows']:4d} {s['num_speculative_tokens']:4d} {s['max_drafts'] or '':>6} "
         f"{s['context_tokens'] / s['rows']:8.0f} {1e3 * s['step_s']:12.3f}"
         for s in document["steps"]
+        if not s["num_behind"]
     ]
-    lines.append(
-        f"a bucket not measured is predicted; on those that were that is off by "
-        f"{document['fit_error']:.0%} at most"
-    )
     lines.append(f"catching up with a token after K = 0: {1e3 * document['catch_up_s']:.3f} ms")
     lines.append(f"kept in {document['file']}")
     return "\n".join(lines)

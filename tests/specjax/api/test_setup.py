@@ -440,11 +440,11 @@ def test_what_other_kinds_of_sampling_learned_stays_in_the_file(monkeypatch, tmp
         policy = own.policy(decoder)
         assert isinstance(policy, Goodput)
         policy.costs.observe(Bucket(1, 0), 10, 1e-3)
-        policy.ledger.routine_s = 0.25
+        policy.ledger.budget_s = 0.25
         own.keep(types.SimpleNamespace(policy=policy, decoder=decoder))
     kept = cost_files.Known(StepCosts())
     assert cost_files.load(decoder, kept)
-    assert {kind: own.routine_s for kind, own in kept.ledgers.items()} == {
+    assert {kind: own.budget_s for kind, own in kept.ledgers.items()} == {
         GREEDY: 0.25,
         SAMPLED: 0.25,
     }

@@ -12,14 +12,8 @@ from benchmarks.replay import Clock, Costs, Replay, Workload
 from specjax.decode.bucket import Bucket
 from specjax.policy import goodput
 from specjax.policy.cost_files import Known
-from specjax.policy.goodput import (
-    PLAIN_SHARE,
-    PROBE_SHARE,
-    PROBE_STEPS,
-    Goodput,
-    ladder,
-)
-from specjax.policy.interface import LEAST_TIMED_STEPS, Decision, Fixed, Load, Outcome
+from specjax.policy.goodput import Goodput, ladder
+from specjax.policy.interface import Decision, Fixed, Load, Outcome
 from specjax.policy.ledger import Ledger
 from specjax.policy.ranked_slots import RankedSlots
 from specjax.policy.step_cost import MEMORY, StepCosts
@@ -78,7 +72,6 @@ def outcome(policy_load, decision, *, accepted=0, seconds=1.0, steps=32, behind=
         seconds=seconds,
         num_context_tokens=policy_load.num_context_tokens,
         num_behind=behind,
-        is_short=False,
         requests=policy_load.requests,
         asked_depth=np.full(rows, depth),
         num_committed=stood + 1,
@@ -131,27 +124,25 @@ def shape_of(decision):
     return Bucket(decision.row_bucket, decision.num_speculative_tokens, decision.max_drafts)
 
 
-@pytest.mark.parametrize("second_s", [9e-3, 25e-3])
-def test_what_drafts_is_looked_at_twice_before_it_is_left(second_s):
-    """The call ended after one measurement, and that took three times too long."""
-    policy = Goodput(4)
+@pytest.mark.parametrize("second_s", [6e-3, 25e-3])
+def test_one_disturbed_measurement_does_not_end_drafting(second_s):
+    """The last process ended after one burst that drafted, which took four times too long, or as
+    long as it does: it is measured again, and left or kept."""
+    policy = Goodput(4, depths=(3,))
     plain, drafting = Bucket(8, 0), Bucket(8, 3)
     policy.costs.observe(plain, 800, 4e-3)
     policy.costs.observe(drafting, 800, 25e-3)
-    now, _ = cold(8, {plain, drafting})
-    look = policy.choose(now)
-    assert shape_of(look) == drafting
-    assert look.num_steps == LEAST_TIMED_STEPS
-    steps = look.num_steps
-    done = outcome(now, look, accepted=3, steps=steps, seconds=steps * second_s)
-    policy.observe(done)
-    for _ in range(3):
+    now, _ = cold(8, {plain, drafting}, num_steps_left=10**6)
+    depths = []
+    for _ in range(150):
         decision = policy.choose(now)
-        depth = decision.num_speculative_tokens
-        if decision.reason != "probe":
-            assert (depth == 3) == (second_s == 9e-3)
-        seconds = 32 * (second_s if depth else 4e-3)
-        policy.observe(outcome(now, decision, accepted=3, seconds=seconds))
+        depth, steps = decision.num_speculative_tokens, decision.num_steps or 32
+        depths.append(depth)
+        seconds = steps * (second_s if depth else 4e-3)
+        policy.observe(outcome(now, decision, accepted=3, seconds=seconds, steps=steps))
+    assert 3 in depths[:50]
+    share = np.mean(np.array(depths[-50:]) == 3)
+    assert share > 0.9 if second_s == 6e-3 else share < 0.1
 
 
 def test_plain_decoding_runs_while_what_drafts_is_compiled_beside_it():
@@ -161,49 +152,21 @@ def test_plain_decoding_runs_while_what_drafts_is_compiled_beside_it():
         decision = policy.choose(now)
         # A bucket for all rows will do whoever comes.
         assert shape_of(decision) == Bucket(32, 0)
-        assert decision.prepare == Bucket(32, 3)
+        assert decision.prepare is not None
+        assert decision.prepare.rows == 32
         assert decision.reason == "nothing measured yet"
         policy.observe(outcome(now, decision, seconds=None))  # compiling disturbs it
-    compiled |= {Bucket(32, 0), Bucket(32, 3)}
-    turns = []
-    for _ in range(6):
-        turns.append(policy.choose(now))
-        steps = turns[-1].num_steps
-        seconds = steps * step_s(shape_of(turns[-1]), 300)
-        policy.observe(outcome(now, turns[-1], seconds=seconds, steps=steps))
-    # Three times: one of them may be disturbed.
-    assert [shape_of(turn) for turn in turns] == 3 * [Bucket(32, 3), Bucket(32, 0)]
-    assert [turn.num_steps for turn in turns] == 6 * [PROBE_STEPS]
-    assert policy.choose(now).reason == "unproven"
-    assert policy.choose(now).num_speculative_tokens == 0  # nothing stood
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "left", "step_s", "waits"),
-    [
-        (128, 65, 1.0, False),
-        (128, 64, 1.0, True),
-        (31, 8, 1.0, False),
-        (32, 16, 1.0, True),
-        # 5 s to compile, of which 6.2 s, 1.55 s, 0.5 s have passed.
-        (128, 64, 0.1, True),
-        (128, 64, 0.025, False),
-        (64, 32, 0.016, False),
-    ],
-)
-def test_a_run_waits_halfway_for_what_is_compiled(num_steps, left, step_s, waits):
-    """Its second half measures both, and the next run knows; too short a run does not wait."""
-    now_s = 0.0
-    policy = Goodput(4, clock=lambda: now_s)
-    now, _ = cold(num_steps_left=num_steps)
-    assert policy.choose(now).num_speculative_tokens == 0
-    for steps in range(num_steps - 1, left - 1, -1):
-        now = dataclasses.replace(now, num_steps_left=steps)
+    compiled |= {Bucket(32, 0), decision.prepare}
+    depths = []
+    for _ in range(60):
         decision = policy.choose(now)
-        now_s += step_s
-        assert decision.num_speculative_tokens == 0 or steps == left
-    assert decision.num_speculative_tokens == (3 if waits else 0)
-    assert decision.reason == ("probe" if waits else "nothing measured yet")
+        assert decision.row_bucket == 32
+        depths.append(decision.num_speculative_tokens)
+        steps = decision.num_steps or 32
+        seconds = steps * step_s(shape_of(decision), 300)
+        policy.observe(outcome(now, decision, seconds=seconds, steps=steps))
+    assert any(depths)  # what drafts is measured
+    assert np.mean(np.array(depths[-20:]) > 0) < 0.2  # nothing stood
 
 
 @pytest.mark.parametrize("proposes", [True, False])
@@ -218,7 +181,7 @@ def test_the_second_policy_knows_what_the_first_measured(proposes):
         seconds = steps * step_s(shape_of(decision), 100)
         ran = {"accepted": 0, "seconds": seconds, "steps": steps, "proposes": proposes}
         first.observe(outcome(now, decision, **ran))
-    assert first.survival.num_told > 16
+    assert first.survival.num_told >= 8
     kept = Survival.of_record(first.survival.to_record(), 4)
     second = Goodput(4, first.costs, survival=kept)
     decisions = [second.choose(now) for _ in range(20)]
@@ -226,16 +189,45 @@ def test_the_second_policy_knows_what_the_first_measured(proposes):
     assert {d.prepare for d in decisions} == {None}
 
 
-@pytest.mark.parametrize("is_kept", [False, True])
-def test_what_drafts_runs_first_where_it_is_known_to_be_accepted_and_kept(is_kept):
-    """Plain decoding is compiled beside it; its cost is predicted from other rows."""
+def test_what_drafts_runs_first_where_it_is_known_to_be_accepted_and_kept():
+    """Plain decoding, whose cost is predicted from other rows, is compiled beside it."""
     known = trained(accepted=4, rows=2)
     policy = Goodput(4, known.costs, survival=known.survival)
-    drafting = lambda bucket: 0.1 if is_kept and bucket.num_speculative_tokens else None
+    drafting = lambda bucket: 0.1 if bucket.num_speculative_tokens else None
     now, _ = cold(1, read_s=drafting)
     decision = policy.choose(now)
-    assert (decision.num_speculative_tokens > 0) == is_kept
-    assert decision.prepare == Bucket(1, 0 if is_kept else 4)
+    assert decision.num_speculative_tokens > 0
+    assert decision.prepare == Bucket(1, 0)
+
+
+def test_plain_decoding_is_timed_again_where_a_process_begins_without_it():
+    """It was measured in another process, and drafting takes twice as long in this one."""
+    policy = trained(accepted=1, most=3)
+    now, compiled = cold(1, {Bucket(1, 3)}, num_steps_left=10**6, read_s=lambda bucket: 0.2)
+    plain_s, slow_s = step_s(Bucket(1, 0), 100), 3 * step_s(Bucket(1, 3), 100)
+    depths = []
+    for _ in range(400):
+        decision = policy.choose(now)
+        depth, steps = decision.num_speculative_tokens, decision.num_steps or 32
+        depths.append(depth)
+        compiled |= {shape_of(decision), decision.prepare or shape_of(decision)}
+        seconds = steps * (slow_s if depth else plain_s)
+        policy.observe(outcome(now, decision, accepted=1, seconds=seconds, steps=steps))
+    assert Bucket(1, 0) in compiled
+    assert np.mean(np.array(depths[-100:]) > 0) < 0.1
+
+
+def test_a_probe_that_never_ran_costs_nothing_and_keeps_no_other_from_running():
+    """Pages were short: the burst that ran drafted nothing."""
+    policy, now = trained(accepted=2), load(row_buckets=[1])
+    plain = Decision(num_speculative_tokens=0, reason="pages", row_bucket=1)
+    num_probes = 0
+    for _ in range(200):
+        decision = policy.choose(now)
+        num_probes += decision.reason == "probe"
+        policy.observe(outcome(now, plain, seconds=32 * step_s(Bucket(1, 0), 100)))
+    assert num_probes > 2
+    assert policy.seconds_lost == 0
 
 
 def test_nothing_is_compiled_that_cannot_pay():
@@ -340,8 +332,8 @@ def test_never_slower_than_the_best_k(rate, rows):
 
 def test_rows_that_differ_are_drafted_for_differently():
     """Half the rows copy, half are random: no K for all is as good as slots by rank."""
-    rates = np.where(np.arange(32) % 2, 0.9, 0.1)
-    workload = Workload(np.full(32, 4000), rates, context=100)
+    rates = np.where(np.arange(32) % 2, 0.95, 0.2)
+    workload = Workload(np.full(32, 6000), rates, context=100)
     _, best = best_fixed(workload, COSTS, (0, 1, 2, 4, 7))
     ranked = Replay(workload, COSTS, Goodput(7)).run()
     one_for_all = Replay(workload, COSTS, Goodput(7, ranks=False)).run()
@@ -424,51 +416,20 @@ def test_leaving_plain_decoding_must_repay_the_drafter_catching_up():
     assert policy.choose(load(num_steps_left=40)).num_speculative_tokens == 1
 
 
-def test_catching_up_is_no_part_of_what_a_step_costs():
-    policy = trained(accepted=4)
-    now = load()
-    decision = policy.choose(now)
-    before = policy.costs.seconds(Bucket(1, 4), 100)
-    for _ in range(40):
-        seconds = 32 * before + 0.06
-        policy.observe(outcome(now, decision, accepted=4, seconds=seconds, behind=3001))
-    assert policy.costs.seconds(Bucket(1, 4), 100) == pytest.approx(before)
-    assert policy.costs.catch_up_s == pytest.approx(2e-5, rel=0.05)
-
-
-def test_a_little_catching_up_is_taken_off_the_seconds_of_a_burst():
-    """A fraction of a burst too small to hide what its steps cost: it is no part of them."""
+@pytest.mark.parametrize("share", [0.02, 0.5])
+def test_catching_up_is_no_part_of_what_a_step_costs(share):
+    """A fraction of a burst, or half of it."""
     policy, now, bucket = trained(accepted=4), load(), Bucket(1, 4)
-    policy.costs.catch_up_s = 2e-5
     before = policy.costs.seconds(bucket, 100)
+    num_behind = int(share * 32 * before / 2e-5)
     decision = Decision(num_speculative_tokens=4, reason="test", row_bucket=1)
-    num_measured = policy.costs.count(bucket)
-    num_behind = int(0.045 * 32 * before / 2e-5)
-    for _ in range(10):
-        seconds = 32 * before + num_behind * 2e-5
-        policy.observe(outcome(now, decision, accepted=4, seconds=seconds, behind=num_behind + 1))
-    assert policy.costs.count(bucket) == num_measured + 10
-    assert policy.costs.seconds(bucket, 100) == pytest.approx(before, rel=0.005)
-
-
-def test_plain_decoding_is_measured_again_now_and_then():
-    """Its cost was measured wrong: twice what it is."""
-    policy = trained(accepted=0, most=1)
-    policy.costs = StepCosts()
-    for bucket in (Bucket(1, 0), Bucket(1, 1)):
-        wrong = 1 if bucket.num_speculative_tokens else 2
-        for _ in range(MEMORY):
-            policy.costs.observe(bucket, 100, wrong * step_s(bucket, 100))
-    now, reasons = load(row_buckets=[1]), []
-    for _ in range(3000):
-        decision = policy.choose(now)
-        reasons.append(decision.reason)
-        bucket = Bucket(1, decision.num_speculative_tokens)
-        seconds = 32 * step_s(bucket, 100)
-        policy.observe(outcome(now, decision, accepted=0, seconds=seconds))
-    assert "probe" in reasons
-    plain, drafting = (policy.costs.seconds(Bucket(1, k), 100) for k in (0, 1))
-    assert plain < drafting  # it looked dearer
+    for number in range(60):
+        behind = num_behind * (number % 2)  # it catches up in every other burst
+        seconds = 32 * before + behind * 2e-5
+        policy.observe(outcome(now, decision, accepted=4, seconds=seconds, behind=behind + 1))
+    assert policy.costs.seconds(bucket, 100) == pytest.approx(before, rel=0.02)
+    late_s = 32 * (policy.costs.seconds(bucket, 100, 32, num_behind) - before)
+    assert late_s == pytest.approx(num_behind * 2e-5, rel=0.3, abs=0.02 * 32 * before)
 
 
 @pytest.mark.full
@@ -479,10 +440,8 @@ def test_probes_cost_no_more_than_their_share():
     ran = Replay(workload, COSTS, policy).run()
     probes = [b for b in ran.bursts if b.decision.reason == "probe"]
     assert len(probes) > 3
-    # And of what is hardly known a little more, until it is.
-    assert policy.seconds_lost < 1.2 * (PROBE_SHARE + PLAIN_SHARE) * ran.seconds
-    reasons = [burst.decision.reason for burst in ran.bursts]
-    assert ("probe", "probe") not in itertools.pairwise(reasons[2:])
+    first_s = goodput.FIRST_STEPS * step_s(Bucket(4, 0), 400)
+    assert policy.seconds_lost < goodput.BUDGET_SHARE * ran.seconds + 2 * first_s
 
 
 def few_trials(*, stood):
@@ -560,7 +519,7 @@ def test_a_bucket_is_compiled_once_it_would_have_paid(runs, share):
         seconds = 32 * step_s(Bucket(1, depth), 100)
         policy.observe(outcome(now, decision, accepted=depth, seconds=seconds))
         lost += (1 - rate(depth) / rate(4)) * seconds
-    assert lost == pytest.approx(share * 2.0, abs=0.03)
+    assert lost == pytest.approx(share * 2.0, abs=0.15)  # what probes lose is no regret
     assert decision.prepare == Bucket(1, 4)
     coming = dataclasses.replace(now, is_any_coming=lambda: True)  # whatever it is
     assert policy.choose(coming).prepare is None
@@ -795,27 +754,6 @@ def test_more_rows_than_needed_are_looked_at_only_for_what_is_missing():
     assert "probe" in reasons
 
 
-@pytest.mark.parametrize(("behind", "num_steps"), [(1, PROBE_STEPS), (150, 29), (10**4, 32)])
-def test_a_probe_of_drafting_is_as_long_as_catching_up_needs(behind, num_steps):
-    """In too few steps the drafter's catching up would hide what they cost."""
-    policy = Goodput(1)
-    for depth, seconds in ((0, 1e-3), (1, 1.1e-3)):
-        for _ in range(MEMORY):
-            policy.costs.observe(Bucket(1, depth), 100, seconds)
-    policy.costs.catch_up_s = 1e-5
-    # It accepted too little to pay, of too few to tell.
-    last = load(num_probe_steps=0, most_speculative_tokens=1)
-    drafted = dataclasses.replace(policy.choose(last), num_speculative_tokens=1)
-    policy.observe(outcome(last, drafted, seconds=None, steps=12))
-    now = load(num_behind=np.array([behind]))
-    while (decision := policy.choose(now)).reason != "probe":
-        assert decision.num_speculative_tokens == 0
-        policy.observe(outcome(now, decision, seconds=32 * 1e-3))
-    assert decision.num_speculative_tokens == 1
-    # 149 x 1e-5 s are 0.05 of 27.1 steps of 1.1e-3 s.
-    assert decision.num_steps == num_steps
-
-
 @pytest.mark.parametrize(
     ("rows", "rate"),
     [(1, 0.8), *(pytest.param(*at, marks=FULL) for at in [(4, 0.5), (16, 0.7), (32, 0.0)])],
@@ -906,29 +844,31 @@ def test_plain_decoding_of_more_rows_is_compiled_where_that_of_fewer_did_not_fit
         decision = policy.choose(now)
         bucket = Bucket(decision.row_bucket, decision.num_speculative_tokens)
         assert not is_dropped(bucket)
-        compiled.add(bucket)
+        compiled |= {bucket, decision.prepare or bucket}
         policy.observe(outcome(now, decision, seconds=32 * step_s(bucket, 100)))
     assert bucket == Bucket(32, 0)
 
 
-def test_a_drafting_bucket_hardly_measured_is_bounded_by_plain_decoding_alone():
-    """Where that is not known, by nothing: the best one is no bound."""
-    policy = Goodput(4, depths=(1, 4))
+@pytest.mark.parametrize("rows", [1, 4])
+def test_something_runs_whatever_did_not_fit(rows):
     is_plain = lambda bucket: not bucket.num_speculative_tokens
-    now = load(is_dropped=is_plain, row_buckets=[1])
-    for _ in range(MEMORY):
-        policy.costs.observe(Bucket(1, 4), 100, 1e-2)
-    policy.costs.observe(Bucket(1, 1), 100, 4.4e-3)
-    first = Decision(num_speculative_tokens=4, reason="first", row_bucket=1)
-    policy.observe(outcome(now, first, accepted=4, seconds=None, steps=400))
-    seen = set()
-    for _ in range(100):
-        decision = policy.choose(now)
-        seen.add((decision.num_speculative_tokens, decision.reason))
-        step = {1: 3.5e-3, 4: 1e-2}[decision.num_speculative_tokens]
-        policy.observe(outcome(now, decision, accepted=4, seconds=32 * step))
-    assert (1, "probe") in seen
-    assert (1, "goodput") in seen
+    for is_dropped, depths in (
+        (lambda bucket: not is_plain(bucket), {0}),
+        (is_plain, {1, 2, 3, 4}),
+        (lambda bucket: True, {0}),
+        (lambda bucket: bucket != Bucket(rows, 2), {2}),
+    ):
+        policy, compiled = Goodput(4), set()
+        for _ in range(8):
+            now = load(
+                rows, is_dropped=is_dropped, is_compiled=compiled.__contains__, compile_s=1.0
+            )
+            decision = policy.choose(now)
+            assert decision.num_speculative_tokens in depths
+            assert decision.prepare is None or not is_dropped(decision.prepare)
+            bucket = shape_of(decision)
+            compiled |= {bucket, decision.prepare or bucket}
+            policy.observe(outcome(now, decision, seconds=32 * step_s(bucket, 100)))
 
 
 def test_what_may_be_best_is_never_free():
@@ -942,24 +882,13 @@ def test_what_may_be_best_is_never_free():
     assert policy.costs.seconds(Bucket(1, 0), 100) > 1e-4
 
 
-@pytest.mark.parametrize(("idle_s", "is_compared"), [(0.0, True), (3600.0, False)])
-def test_what_ran_before_a_long_pause_is_no_neighbour(idle_s, is_compared):
-    policy, now = Goodput(4), load()
-    for depth in (0, 4, 0):
-        first = Decision(num_speculative_tokens=depth, reason="", row_bucket=1)
-        done = outcome(now, first, seconds=32 * step_s(Bucket(1, depth), 100))
-        policy.observe(dataclasses.replace(done, idle_s=idle_s))
-    places = [place for place, *_ in policy.costs.to_bursts()]
-    # What is compared with nothing is forgotten.
-    assert places == ([0, 1, 2] if is_compared else [0])
-
-
 def test_drafts_are_asked_for_though_catching_up_is_thought_to_cost_much():
     """Late, and for no more than its share: what is thought of it may be wrong."""
     policy = trained(accepted=0)
     step = step_s(Bucket(1, 0), 100)
-    for _ in range(9):  # 2 % of a step for each token
-        policy.costs.observe_catch_up(1000, 20 * step, steps_s=step, usual_s=step)
+    for late in (0, 1000) * 9:  # 1 % of a step for each token
+        seconds = step_s(Bucket(1, 1), 100) + 0.01 * step * late / 32
+        policy.costs.observe(Bucket(1, 1), 100, seconds, 32, late)
     now_s, asked = 0.0, []
     behind = 1
     while now_s < 120.0:
@@ -969,15 +898,16 @@ def test_drafts_are_asked_for_though_catching_up_is_thought_to_cost_much():
         bucket = Bucket(1, depth)
         seconds = steps * step_s(bucket, 100)
         if depth:
-            seconds += 0.02 * step * (behind - 1)
+            seconds += 0.01 * step * (behind - 1)
             asked.append((now_s, seconds))
+        ran = outcome(now, decision, seconds=seconds, steps=steps, behind=behind)
         behind = 1 if depth else behind + steps
         now_s += seconds
-        policy.observe(outcome(now, decision, seconds=seconds, steps=steps))
+        policy.observe(ran)
     assert asked[1:]
-    late = [when for when, seconds in asked if when > 20 and seconds > 0.1]
-    assert 2 <= len(late) <= 7
-    assert sum(seconds for when, seconds in asked if when > 20) < 0.035 * now_s
+    late = [seconds for when, seconds in asked if when > 20]
+    assert len(late) >= 2
+    assert sum(late) < 0.03 * now_s
 
 
 def test_what_a_burst_read_from_disk_leaves_to_save_adds_up_over_processes():
@@ -1052,23 +982,6 @@ def test_steps_that_take_long_are_measured_in_few():
     assert policy.costs.count(Bucket(1, 0)) > 1
 
 
-def test_what_a_burst_takes_beside_its_steps_is_no_part_of_a_step():
-    """A probe is short: what sending and reading it takes would make its steps look dear."""
-    policy, now = Goodput(4), load(row_buckets=[1])
-    beside_s = 8e-3
-    decision = Decision(num_speculative_tokens=0, reason="test", row_bucket=1)
-    for _ in range(8):
-        for steps in (32, 8):
-            seconds = beside_s + steps * step_s(Bucket(1, 0), 100)
-            policy.observe(outcome(now, decision, seconds=seconds, steps=steps))
-    assert policy.costs.burst_s == pytest.approx(beside_s, rel=0.02)
-    drafting = dataclasses.replace(decision, num_speculative_tokens=3)
-    seconds = beside_s + 8 * step_s(Bucket(1, 3), 100)
-    policy.observe(outcome(now, drafting, accepted=1, seconds=seconds, steps=8))
-    ratio = policy.costs.seconds(Bucket(1, 3), 100) / policy.costs.seconds(Bucket(1, 0), 100)
-    assert ratio == pytest.approx(step_s(Bucket(1, 3), 100) / step_s(Bucket(1, 0), 100), rel=0.1)
-
-
 def test_a_burst_that_pages_cut_has_fewer_steps_to_share_what_it_takes():
     """At K = 1 a step takes 1.14 times as long and commits half a token more; what a burst takes
     beside its steps is that of five. Pages of two tokens are one such step, or two plain ones."""
@@ -1079,7 +992,11 @@ def test_a_burst_that_pages_cut_has_fewer_steps_to_share_what_it_takes():
     ran = dataclasses.replace(ran, num_committed=1 + every_other, num_accepted=every_other)
     for _ in range(10):
         policy.observe(ran)
-    policy.costs.start_burst(5 * policy.costs.seconds(Bucket(1, 0), 100))
+    for _ in range(30):
+        for depth in (0, 1):
+            for steps in (1, 8, 32):
+                seconds = step_s(Bucket(1, depth), 100) + 5 * step_s(Bucket(1, 0), 100) / steps
+                policy.costs.observe(Bucket(1, depth), 100, seconds, steps)
     chosen = lambda: policy.choose(load()).num_speculative_tokens
     assert chosen() == 1
     cut, whole = (dataclasses.replace(ran, growth=n, is_cut=n == 2) for n in (2, 64))
@@ -1096,49 +1013,6 @@ def test_a_burst_that_pages_cut_has_fewer_steps_to_share_what_it_takes():
     for _ in range(15):
         policy.observe(cut)
     assert chosen() == 0
-
-
-def test_bursts_far_apart_or_after_a_pause_tell_nothing_of_what_a_burst_takes():
-    policy, now = Goodput(4), load(row_buckets=[1])
-    plain = Decision(num_speculative_tokens=0, reason="test", row_bucket=1)
-    other = dataclasses.replace(plain, num_speculative_tokens=1)
-    for _ in range(8):
-        policy.observe(outcome(now, plain, seconds=0.4, steps=32))
-        short = outcome(now, plain, seconds=0.2, steps=8)
-        policy.observe(dataclasses.replace(short, idle_s=5.0))
-        for _ in range(3):
-            policy.observe(outcome(now, other, seconds=0.5, steps=32))
-    assert policy.costs.burst_s == 0
-
-
-@pytest.mark.parametrize("dearer", [0.5, 1.0, 3.0, 50.0])
-def test_a_probe_is_charged_what_it_took(dearer):
-    """Never less than was thought; a machine that was busy meanwhile is not all its doing."""
-    policy = trained(accepted=1, most=1)
-    policy.ledger.hope_s = policy.ledger.routine_s = 10.0
-    now = load(row_buckets=[1])
-    policy.choose(now)
-    lost_s = policy.seconds_lost
-    plain = Decision(num_speculative_tokens=0, reason="test", row_bucket=1)
-    charge = policy._charge = goodput._Charge(Bucket(1, 1), "hope_s", lost=0.1, rate=100.0)
-    probe = dataclasses.replace(plain, num_speculative_tokens=1, reason="probe")
-    # 8 steps of two tokens, which take 0.16 s at that rate.
-    policy.observe(outcome(now, probe, accepted=1, seconds=0.16 + dearer * 0.1, steps=8))
-    assert policy._charge is charge  # it may run once more
-    before = policy.ledger.hope_s
-    policy.observe(outcome(now, plain, seconds=0.08, steps=8))  # as long as was thought
-    assert policy._charge is None
-    more = min(max(dearer - 1, 0.0), goodput.MOST_CHARGED - 1) * 0.1
-    assert policy.seconds_lost - lost_s == pytest.approx(more)
-    # What is saved up is a share of a burst, at most.
-    assert policy.ledger.hope_s <= before
-    assert policy.ledger.to_record()["hope_s"] >= 0
-
-
-def test_a_pot_that_was_overdrawn_is_written_as_empty():
-    record = Ledger(hope_s=-0.3, routine_s=-0.2).to_record()
-    assert (record["hope_s"], record["routine_s"]) == (0, 0)
-    assert Ledger.of_record(record).hope_s == 0
 
 
 @pytest.mark.parametrize(
@@ -1159,66 +1033,6 @@ def test_what_is_drafted_first_is_best_over_all_that_acceptance_may_be(seconds, 
     decision = policy.choose(now)
     assert decision.num_speculative_tokens == 0
     assert decision.prepare == Bucket(1, expected)
-
-
-def test_of_a_probe_s_tokens_only_those_count_that_bring_the_end_nearer():
-    policy, now = trained(accepted=1, most=1), load(row_buckets=[1])
-    policy._charge = goodput._Charge(Bucket(1, 1), "hope_s", lost=0.1, rate=100.0, share=0.5)
-    plain = Decision(num_speculative_tokens=0, reason="test", row_bucket=1)
-    probe = dataclasses.replace(plain, num_speculative_tokens=1, reason="probe")
-    lost_s = policy.seconds_lost
-    policy.observe(outcome(now, probe, accepted=1, seconds=0.2, steps=8))  # half of 16 tokens
-    policy.observe(outcome(now, plain, seconds=0.08, steps=8))  # all of 8
-    assert policy.seconds_lost - lost_s == pytest.approx(0.02)
-
-
-def test_a_probe_is_charged_though_the_burst_before_it_is_read_back_later():
-    """An engine sends a burst before it reads back the one before."""
-    policy, now = trained(accepted=1, most=1), load(row_buckets=[1])
-    policy._charge = goodput._Charge(Bucket(1, 1), "hope_s", lost=0.1, rate=100.0)
-    plain = Decision(num_speculative_tokens=0, reason="test", row_bucket=1)
-    probe = dataclasses.replace(plain, num_speculative_tokens=1, reason="probe")
-    lost_s = policy.seconds_lost
-    policy.observe(outcome(now, plain, seconds=5.0, steps=32))  # before it, and disturbed
-    assert policy.seconds_lost == lost_s
-    assert policy.choose(now).reason != "probe"  # one at a time
-    policy.observe(outcome(now, probe, accepted=1, seconds=0.16 + 0.25, steps=8))
-    policy.observe(outcome(now, plain, seconds=0.08, steps=8))
-    assert policy.seconds_lost - lost_s == pytest.approx(0.15)
-
-
-def test_a_probe_that_never_ran_is_charged_no_more_and_keeps_no_other_from_running():
-    policy, now = trained(accepted=1, most=1), load(row_buckets=[1])
-    policy._charge = goodput._Charge(Bucket(1, 1), "hope_s", lost=0.1, rate=100.0)
-    plain = Decision(num_speculative_tokens=0, reason="test", row_bucket=1)
-    lost_s = policy.seconds_lost
-    for _ in range(goodput.BURSTS_NEAR + 1):
-        policy.observe(outcome(now, plain, seconds=5.0, steps=32))
-    assert policy._charge is None
-    assert policy.seconds_lost == lost_s
-
-
-def test_catching_up_is_learned_without_what_a_burst_takes_anyway():
-    policy, now = trained(accepted=1, most=1), load(row_buckets=[1])
-    for _ in range(8):
-        policy.costs.observe_burst((8, 8 * 1e-3 + 0.05), (32, 32 * 1e-3 + 0.05))
-    assert policy.costs.burst_s == pytest.approx(0.05)
-    drafting = Decision(num_speculative_tokens=1, reason="test", row_bucket=1)
-    for _ in range(30):
-        steps_s = 32 * policy.costs.seconds(Bucket(1, 1), 100)
-        seconds = 0.05 + steps_s + 1000 * 1e-4
-        policy.observe(outcome(now, drafting, accepted=1, seconds=seconds, behind=1001))
-    assert policy.costs.catch_up_s == pytest.approx(1e-4, rel=0.1)
-
-
-def test_what_another_process_learned_of_bursts_is_not_lost():
-    learned, knows_nothing = StepCosts(), StepCosts()
-    for _ in range(8):
-        learned.observe_burst((8, 8 * 1e-3 + 0.05), (32, 32 * 1e-3 + 0.05))
-    knows_nothing.take(learned)
-    assert knows_nothing.burst_s == learned.burst_s > 0
-    learned.take(StepCosts())
-    assert learned.burst_s > 0
 
 
 def lost_until_prepared(policy, now, most_s=10.0):
@@ -1253,102 +1067,42 @@ def test_what_may_not_run_is_not_compiled():
     assert lost_until_prepared(policy, opened) is not None
 
 
-def test_a_bucket_of_fewer_rows_is_not_sure_to_be_used():
-    """Rows of a batch have ended. The bucket of all drafts; one of those left would be faster."""
-    policy, best = trained(accepted=4, rows=8), Bucket(8, 4)
-    for _ in range(goodput.ENOUGH_MEASURED):
-        policy.costs.observe(best, 800, step_s(best, 800))
-    now = load(2, compile_s=5.0, is_compiled={Bucket(8, 0), best}.__contains__, row_buckets=[2, 8])
-    assert policy.choose(now).num_speculative_tokens == 4
-    (fast,) = (c for c in policy._candidates(now) if c.bucket == Bucket(2, 4))
-    (slow,) = (c for c in policy._candidates(now, [8]) if c.bucket == best)
-    assert fast.rate > 1.3 * slow.rate
-    assert not policy._is_sure(fast, slow, now)
-    assert policy._is_sure(fast._replace(bucket=Bucket(8, 3), doubt=0.0), slow, now)
-
-
-@pytest.mark.parametrize(
-    ("doubt", "deviation", "is_sure"), [(0.0, 1.0, True), (0.5, 1.0, False), (0.0, 0.7, False)]
-)
-def test_what_is_doubted_is_not_sure(doubt, deviation, is_sure, monkeypatch):
+def test_what_is_surely_better_is_compiled_soon_where_the_process_repays_it():
+    """Of as many rows, by a margin that doubts do not reach; the last process decoded for a second,
+    and a bucket twice as fast takes five to compile."""
     policy = trained(accepted=4)
-    now = load(row_buckets=[1])
-    monkeypatch.setattr(Goodput, "_optimism", lambda self, load, by: lambda c: deviation)
-    of = {c.bucket: c for c in policy._candidates(now)}
-    best, other = of[Bucket(1, 0)], of[Bucket(1, 4)]
-    for _ in range(goodput.ENOUGH_MEASURED):
-        policy.costs.observe(best.bucket, 100, best.seconds)
-    other = other._replace(rate=1.3 * best.rate, doubt=doubt)
-    assert policy._is_sure(other, best, now) == is_sure
-    # Of what was not measured the rate is an optimistic one.
-    new = other._replace(bucket=Bucket(1, 4, 2), rate=1.16 * best.rate)
-    assert not policy._is_sure(new, best, now)
-    policy.survival = Survival(4)  # nothing is known of acceptance
-    assert not policy._is_sure(other, best, now)
-
-
-def test_a_process_that_ends_soon_is_not_sure_to_repay():
-    """The last process decoded for a second; a bucket twice as fast takes five to compile."""
-    for life_s, num_steps_left, is_sure in (
-        (1.0, 100, False),
-        (20.0, 100, True),
-        (1.0, 9000, True),
-    ):
-        policy = trained(accepted=4)
-        policy.ledger.life_s = life_s
-        now = load(row_buckets=[1], compile_s=5.0, num_steps_left=num_steps_left)
-        of = {c.bucket: c for c in policy._candidates(now)}
-        best = of[Bucket(1, 0)]._replace(rate=1.0)
-        for _ in range(goodput.ENOUGH_MEASURED):
-            policy.costs.observe(best.bucket, 100, best.seconds)
-        other = of[Bucket(1, 4)]._replace(rate=4.0, doubt=0.0)
-        assert policy._is_sure(other, best, now) == is_sure
+    now = load(row_buckets=[1], compile_s=5.0, num_steps_left=9000)
+    policy.choose(now)
+    of = {c.bucket: c for c in policy._candidates(now)[0]}
+    best = of[Bucket(1, 0)]._replace(rate=1.0, doubt=0.0)
+    other = of[Bucket(1, 4)]._replace(rate=4.0, doubt=0.0)
+    policy.ledger.miss(other.bucket, 2 * goodput.SURE_SHARE * 5.0)
+    assert policy._repays(other, best, now)
+    assert not policy._repays(other._replace(rate=1.05), best, now)
+    assert not policy._repays(other._replace(doubt=5.0), best, now)
+    larger = best._replace(bucket=Bucket(8, 0))
+    assert not policy._repays(other, larger, now)
     policy.ledger.life_s = 1.0
-    policy.ledger.spend(20.0, is_drafting=False)  # it has run longer than the last one
-    assert policy._is_sure(other, best, dataclasses.replace(now, num_steps_left=100))
-
-
-def test_what_is_on_disk_saves_what_it_would_have_saved():
-    """K = 3 was compiled as the last process ended, and has not run: K = 4 saves little beyond."""
-    policy, kept = trained(accepted=4), {Bucket(1, 3)}
-    now = load(row_buckets=[1], compile_s=5.0, read_s=lambda b: 9.0 if b in kept else None)
-    for bucket, seconds in ((Bucket(1, 3), 3.0), (Bucket(1, 4), 4.0)):
-        policy.ledger.miss(bucket, seconds)
-        policy.ledger.missed_before_s[bucket] = seconds
-    assert not policy._repays(Bucket(1, 4), now, is_sure=False)
-    policy.ledger.miss(Bucket(1, 4), 2.0)
-    assert policy._repays(Bucket(1, 4), now, is_sure=False)
-    kept.clear()
-    policy.ledger.miss(Bucket(1, 4), -3.0)
-    assert policy._repays(Bucket(1, 4), now, is_sure=False)
+    short = dataclasses.replace(now, num_steps_left=100)
+    assert not policy._repays(other, best, short)
+    assert policy._repays(other, best, now)
+    policy.ledger.pass_(20.0, is_drafting=False)  # it has run longer than the last one
+    assert policy._repays(other, best, short)
+    # What processes lost together repays it whatever is left of this one.
+    policy.ledger.lived_s = 0.0
+    policy.ledger.miss(other.bucket, goodput.COMPILE_SHARE * 5.0)
+    assert policy._repays(other, best, short)
 
 
 def test_a_process_begins_with_larger_buckets_that_are_kept():
     """The last process had eight rows, and this one has one: nothing of one row is there."""
     known, kept = trained(accepted=4), {Bucket(8, 0), Bucket(8, 4)}
-    for bucket in [*kept] * goodput.ENOUGH_MEASURED:
+    for bucket in [*kept] * 3:
         known.costs.observe(bucket, 100, step_s(bucket, 100))
     read_s = lambda bucket: 0.3 if bucket in kept else None
     now, _ = cold(1, read_s=read_s, row_buckets=[1, 8], num_steps_left=9000)
     decision = Goodput(4, known.costs, survival=known.survival).choose(now)
     assert (decision.row_bucket, decision.num_speculative_tokens) == (8, 4)
-
-
-def test_a_small_k_that_cannot_pay_does_not_end_the_search():
-    """Within noise of acceptance K = 4 may pay, and K = 1 may not: a draft costs a step."""
-    costs = StepCosts(
-        prior=lambda bucket, context: (
-            1e-3 * [1, 2.13, 2.18, 2.53, 2.55][bucket.num_speculative_tokens]
-        )
-    )
-    for _ in range(4):
-        costs.observe(Bucket(1, 0), 100, 1e-3)
-    survival = Survival(4)
-    survival._all = np.array([16.0, 8.0])
-    now, _ = cold(1, [Bucket(1, 0)], num_steps_left=4000)
-    decision = Goodput(4, costs, survival=survival).choose(now)
-    assert decision.prepare is not None
-    assert decision.prepare.num_speculative_tokens > 1
 
 
 def test_what_is_predicted_to_be_slower_is_not_compiled():
