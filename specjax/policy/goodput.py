@@ -22,7 +22,8 @@ how sure they are: together, by the standard deviation of a rate beside that of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -55,6 +56,9 @@ USUAL_K = 3  # largest K tried first where nothing is known of acceptance
 # on two cores. SURE_SHARE: of a bucket better by SURE_GAIN. SURE_TRIALS: drafts after which
 # acceptance is known.
 COMPILE_SHARE, SURE_SHARE, SURE_GAIN, SURE_TRIALS = 0.5, 0.02, 0.15, 16.0
+# Fraction of the rest of a run that it may wait for the first bucket that drafts, and the shortest
+# run that does.
+MOST_WAIT, LEAST_SHARED_STEPS = 0.25, 32
 ENOUGH_STEPS = 10_000  # most remaining steps that count towards repaying anything
 # Weight of the newest burst in the moving average of tokens that pages allow a burst. After one
 # that pages did not cut, the average grows by a tenth of this.
@@ -93,6 +97,29 @@ class _Candidate(NamedTuple):
         return not self.bucket.num_speculative_tokens
 
 
+class _Trial(NamedTuple):
+    """A bucket that is compiled beside a run of a new pair, which may end before.
+
+    A run with a known end waits for it halfway, where the wait is a small fraction of what is left:
+    its second half measures both, and later processes know.
+    """
+
+    bucket: Bucket
+    begun_at: float
+    num_steps: int  # of the run
+
+    def is_worth_waiting_for(self, load: Load, now_s: float) -> bool:
+        passed_s, num_left = now_s - self.begun_at, load.num_steps_left
+        num_run = self.num_steps - num_left
+        if load.is_compiled(self.bucket) or load.is_dropped(self.bucket):
+            return False
+        if self.num_steps < LEAST_SHARED_STEPS or num_left > self.num_steps // 2:
+            return False
+        if self.bucket.rows not in load.row_buckets or not _is_allowed(self.bucket, load):
+            return False
+        return load.ready_s(self.bucket) - passed_s <= MOST_WAIT * num_left * passed_s / num_run
+
+
 class Goodput:
     """Chooses the bucket with the most expected tokens per second.
 
@@ -105,6 +132,7 @@ class Goodput:
         slots by it; without it the policy ranks them by the rows' acceptance rates.
       ledger: budget and regret of earlier runs of the pair; by default empty.
       survival: acceptance known so far; updated by `observe`. By default empty.
+      clock: returns seconds; times how long a run is.
     """
 
     chooses_rows: ClassVar[bool] = True
@@ -119,6 +147,7 @@ class Goodput:
         knows_confidence: bool = False,
         ledger: Ledger | None = None,
         survival: Survival | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.max_speculative_tokens = max_speculative_tokens
         self.costs = costs or StepCosts()
@@ -132,6 +161,8 @@ class Goodput:
         self._beside = BesidePrompts()
         self._last: Bucket | None = None  # that ran and was no probe
         self._again: list[Bucket] = []  # probed in the next bursts too, from the end
+        self._clock = clock
+        self._trial: _Trial | None = None
         self._pending = 0  # bursts to be read back before the next probe
         self._charge_s = 0.0  # what a probe that was sent loses, as predicted
         self._late_s = 0.0  # seconds of catch-up, as predicted for the next burst
@@ -159,7 +190,12 @@ class Goodput:
             first, soonest = self._first(candidates, load)
             if first not in ready:
                 ready = [first]
-            soonest = soonest or self._to_try(first, load)
+            if soonest is None and (soonest := self._to_try(first, load)):
+                self._trial = self._trial or _Trial(soonest, self._clock(), load.num_steps_left)
+        if self._trial is not None and self._trial.is_worth_waiting_for(load, self._clock()):
+            (trial,), _ = self._rated([self._trial.bucket], load)
+            self._trial, self._again = None, [trial.bucket] * self._num_cold(trial)
+            return self._probe(load, trial, LEAST_STEPS)
         best = self._best(ready, load)
         probe = self._next_probe(best, ready, load, predicted)
         if probe is not None:
@@ -363,10 +399,10 @@ class Goodput:
             return None
         buckets = [Bucket(rows, d) for d in self._depths if d <= max(USUAL_K, self._depths[0])]
         allowed = [b for b in buckets if _is_allowed(b, load) and not load.is_dropped(b)]
-        new = [b for b in allowed if not load.is_there(b)]
-        if not new:
+        if any(map(load.is_compiled, allowed)) or not allowed:
             return None
-        return max(self._rated(new, load)[0], key=lambda c: c.rate).bucket
+        kept = [b for b in allowed if load.is_there(b)]  # by a process too short to measure it
+        return max(self._rated(kept or allowed, load)[0], key=lambda c: c.rate).bucket
 
     def _best(self, ready: Sequence[_Candidate], load: Load) -> _Candidate:
         """Returns the candidate of the highest rate that may run for long, with hysteresis."""

@@ -147,6 +147,7 @@ def calls_that_compile(lengths_of, rate, num_calls, seed, *, are_processes=False
             known.costs,
             survival=Survival.of_record(record, 4) if record else None,
             ledger=known.ledgers.get("", Ledger()),
+            clock=lambda: compiler.at_s,
         )
         first = number * len(lengths)
         ran = Replay(

@@ -284,10 +284,8 @@ def test_weights_with_nan_harm_no_later_rollout():
     )
     before = rollout(decoder, weights_of(1))
     broken = jax.tree.map(lambda leaf: leaf.at[..., 0].set(jnp.nan), weights_of(1))
-    with (
-        pytest.warns(UserWarning, match="'self-int8' is turned off for this run: it proposed NaN"),
-        pytest.raises(ValueError, match="no sample could be drawn"),
-    ):
+    # The target's own weights: no fault of the drafter.
+    with pytest.raises(ValueError, match="no sample could be drawn"):
         rollout(decoder, broken)
     after = rollout(decoder, weights_of(1))
     np.testing.assert_array_equal(after.completion_ids, before.completion_ids)

@@ -169,6 +169,34 @@ def test_plain_decoding_runs_while_what_drafts_is_compiled_beside_it():
     assert np.mean(np.array(depths[-20:]) > 0) < 0.2  # nothing stood
 
 
+@pytest.mark.parametrize(
+    ("num_steps", "left", "step_s", "waits"),
+    [
+        (128, 65, 1.0, False),
+        (128, 64, 1.0, True),
+        (31, 8, 1.0, False),
+        (32, 16, 1.0, True),
+        # 5 s to compile, of which 6.2 s, 1.55 s, 0.5 s have passed.
+        (128, 64, 0.1, True),
+        (128, 64, 0.025, False),
+        (64, 32, 0.016, False),
+    ],
+)
+def test_a_run_waits_halfway_for_what_is_compiled(num_steps, left, step_s, waits):
+    """Its second half measures both, and the next run knows; too short a run does not wait."""
+    now_s = 0.0
+    policy = Goodput(4, clock=lambda: now_s)
+    now, _ = cold(num_steps_left=num_steps)
+    assert policy.choose(now).num_speculative_tokens == 0
+    for steps in range(num_steps - 1, left - 1, -1):
+        now = dataclasses.replace(now, num_steps_left=steps)
+        decision = policy.choose(now)
+        now_s += step_s
+        assert decision.num_speculative_tokens == 0 or steps == left
+    assert (decision.num_speculative_tokens > 0) == waits
+    assert decision.reason == ("probe" if waits else "nothing measured yet")
+
+
 @pytest.mark.parametrize("proposes", [True, False])
 def test_the_second_policy_knows_what_the_first_measured(proposes):
     """Also of a drafter that was asked and had nothing to propose."""
@@ -228,6 +256,35 @@ def test_a_probe_that_never_ran_costs_nothing_and_keeps_no_other_from_running():
         policy.observe(outcome(now, plain, seconds=32 * step_s(Bucket(1, 0), 100)))
     assert num_probes > 2
     assert policy.seconds_lost == 0
+
+
+def test_what_a_short_process_compiled_is_what_the_next_one_measures():
+    """The one before ended before it ran; another K would be compiled in vain again."""
+    kept = {Bucket(1, 0), Bucket(1, 2)}
+    now, compiled = cold(1, read_s=lambda bucket: 0.2 if bucket in kept else None)
+    policy = Goodput(4)
+    decision = policy.choose(now)
+    assert (shape_of(decision), decision.prepare) == (Bucket(1, 0), Bucket(1, 2))
+    compiled |= kept
+    depths = []
+    for _ in range(12):
+        steps = decision.num_steps or 32
+        seconds = steps * step_s(shape_of(decision), 100)
+        policy.observe(outcome(now, decision, accepted=4, seconds=seconds, steps=steps))
+        decision = policy.choose(now)
+        depths.append(decision.num_speculative_tokens)
+    assert 2 in depths
+
+
+def test_a_run_waits_for_no_bucket_that_its_rows_have_outgrown():
+    now_s = 0.0
+    policy = Goodput(4, clock=lambda: now_s)
+    kept = lambda bucket: 0.2 if bucket == Bucket(1, 0) else None
+    now, _ = cold(1, row_buckets=[1, 8], read_s=kept)
+    assert policy.choose(now).prepare.rows == 1
+    now_s = 100.0
+    grown = dataclasses.replace(cold(4, row_buckets=[8])[0], num_steps_left=60)
+    assert policy.choose(grown).row_bucket == 8
 
 
 def test_nothing_is_compiled_that_cannot_pay():
@@ -330,6 +387,7 @@ def test_never_slower_than_the_best_k(rate, rows):
     assert best.seconds / ran.seconds > 0.92  # learning included
 
 
+@pytest.mark.full
 def test_rows_that_differ_are_drafted_for_differently():
     """Half the rows copy, half are random: no K for all is as good as slots by rank."""
     rates = np.where(np.arange(32) % 2, 0.95, 0.2)

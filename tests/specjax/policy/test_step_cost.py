@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.replay import Clock
 from specjax.decode.bucket import Bucket
+from specjax.policy import step_cost
 from specjax.policy.step_cost import (
     MEMORY,
-    MOST_BUCKETS,
     MOST_KNOWN,
     OWN_SD,
     StepCosts,
@@ -321,29 +321,31 @@ def test_of_two_runs_the_one_that_measured_a_bucket_oftener_is_believed():
     assert own.count(Bucket(1, 3)) == 5
 
 
-def test_the_bucket_that_ran_longest_ago_is_forgotten():
+def test_the_bucket_that_ran_longest_ago_is_forgotten(monkeypatch):
+    monkeypatch.setattr(step_cost, "MOST_BUCKETS", 20)
     costs = StepCosts()
-    for rows in range(1, MOST_BUCKETS + 3):
+    for rows in range(1, 23):
         costs.observe(Bucket(rows, 0), 0, true_seconds(Bucket(rows, 0)))
         costs.observe(Bucket(1, 0), 0, true_seconds(Bucket(1, 0)))
-    assert len(costs.measured) == MOST_BUCKETS
+    assert len(costs.measured) == 20
     assert costs.count(Bucket(2, 0)) == 0
     assert costs.count(Bucket(1, 0)) == MEMORY
     # What the others say of it stands.
     assert costs.seconds(Bucket(2, 0), 0) == pytest.approx(true_seconds(Bucket(2, 0)), rel=0.1)
     again = StepCosts()
     again.add_records(costs.to_records())
-    assert len(again.measured) == MOST_BUCKETS
+    assert len(again.measured) == 20
 
 
-def test_what_two_runs_measured_is_no_more_than_is_kept():
+def test_what_two_runs_measured_is_no_more_than_is_kept(monkeypatch):
     """A file of more would be refused by the process that reads it."""
+    monkeypatch.setattr(step_cost, "MOST_BUCKETS", 20)
     one, other = StepCosts(), StepCosts()
     for costs, first in ((one, 1), (other, 10_000)):
-        for rows in range(first, first + MOST_BUCKETS):
+        for rows in range(first, first + 20):
             costs.observe(Bucket(rows, 0), 0, 1e-3)
     one.take(other)
-    assert len(one.measured) == MOST_BUCKETS
+    assert len(one.measured) == 20
     StepCosts().add_records(one.to_records())
 
 
@@ -375,6 +377,7 @@ def test_a_copy_goes_on_alone_and_holds_no_model():
     assert costs.seconds(Bucket(1, 2), 0) < 1.0
 
 
+@pytest.mark.full
 def test_extreme_figures_leave_finite_ones():
     """A file may hold any figures within its limits, in any order."""
     rng = np.random.default_rng(0)
