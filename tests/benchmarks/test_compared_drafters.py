@@ -7,6 +7,8 @@ import specjax
 from benchmarks import drafters
 from benchmarks.drafters import Contender, Workload, compare, table
 
+pytestmark = pytest.mark.full  # of benchmarks/, which nobody installs
+
 
 @pytest.mark.slow
 def test_every_contender_and_k_has_a_row():

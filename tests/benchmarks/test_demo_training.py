@@ -19,6 +19,8 @@ from specjax.models import llama
 from specjax.models.dense import sequence_logits
 from specjax.training import optimizers
 
+pytestmark = pytest.mark.full  # of benchmarks/, which nobody installs
+
 TINY = dataclasses.replace(
     DRAFT,
     vocab_size=64,

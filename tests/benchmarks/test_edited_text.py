@@ -14,6 +14,8 @@ from benchmarks.edited_text import APART, DIALOGUE, Sessions, Turn, part_of, ses
 from benchmarks.forced_text import forced, with_text
 from specjax.models.families import family_of
 
+pytestmark = pytest.mark.full  # of benchmarks/, which nobody installs
+
 TEXT = """def total(rows):
     # one by one
     found = 0

@@ -31,6 +31,7 @@ def run_match(texts, min_match: int, max_match: int) -> list[int | None]:
     return [place if length else None for place, length in found]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", quick([(1, 1), (1, 3), (2, 4), (3, 3)], (2, 4)), ids=str)
 def test_match_agrees_with_a_loop(sizes):
     min_match, max_match = sizes

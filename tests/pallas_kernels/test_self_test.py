@@ -66,6 +66,7 @@ def test_bits_that_differ_between_runs_are_a_fault(wrong):
     assert "two runs gave different bits" in self_test.find_fault("xla")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", self_test.CASES)
 def test_the_kernel_covers_every_case(name):
     """Otherwise no device could pass."""

@@ -63,6 +63,7 @@ def test_xla_agrees_with_reference(name):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_reference_agrees_with_a_softmax_written_out(softcap, has_sinks):
@@ -127,6 +128,7 @@ def test_each_path_of_a_tree_equals_the_chain(implementation):
         np.testing.assert_allclose(chain, expected, 1e-5, 1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_one_level_of_a_tree_equals_the_whole(implementation):
     example = EXAMPLES["tree"]  # 6 nodes in each of the first three rows
@@ -197,6 +199,7 @@ def test_a_chain_as_a_tree_is_the_chain():
     np.testing.assert_allclose(attend(tree), attend(chain), 1e-6, 1e-6)
 
 
+@pytest.mark.full
 def test_a_chain_as_a_tree_has_the_chains_window():
     chain = dataclasses.replace(EXAMPLES["chain"], window=34)
     tree = dataclasses.replace(chain, parents=(-1, 0, 1, 2, 3))
@@ -223,6 +226,7 @@ def test_other_rows_and_the_width_of_the_table_change_no_bits(num_new):
     np.testing.assert_array_equal(moved[:num_new], expected[:num_new])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page_size", [8, 32, 64])
 def test_page_size_changes_no_bits(page_size):
     example = Example(lengths=(70, 33, 129), num_new=(3, 3, 3), page_size=16)

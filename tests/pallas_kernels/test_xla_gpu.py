@@ -61,6 +61,7 @@ def test_it_agrees_with_the_reference_as_it_is(name):
     assert_attends(EXAMPLES[name])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes", quick([{}, {"window": 70}, {"has_sinks": True}], {"window": 70}), ids=str
 )
@@ -69,6 +70,7 @@ def test_rows_of_unequal_length(changes, small):
         assert_attends(dataclasses.replace(UNEQUAL, **changes), seed)
 
 
+@pytest.mark.full
 def test_mixed_dtypes_are_multiplied_in_the_wider(small):
     arguments, options = make_inputs(EXAMPLES["ragged"])
     q, *rest = arguments
@@ -78,6 +80,7 @@ def test_mixed_dtypes_are_multiplied_in_the_wider(small):
     np.testing.assert_allclose(actual[:8], expected[:8], 0, TOLERANCE["bfloat16"])
 
 
+@pytest.mark.full
 def test_what_lies_before_a_window_may_hold_nan(small):
     """Pages there may be another row's by now, or none."""
     example = Example(lengths=(150,), num_new=(5,), window=40)
@@ -89,6 +92,7 @@ def test_what_lies_before_a_window_may_hold_nan(small):
     np.testing.assert_allclose(actual, expected, 0, TOLERANCE["float32"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("platform", quick(["cpu", "gpu"], "gpu"))
 def test_bits_of_the_next_row_use_no_keys_of_this_one(platform, small):
     """A block's places past its tokens hold the next row's bits, which name other nodes."""
@@ -108,6 +112,7 @@ def test_bits_of_the_next_row_use_no_keys_of_this_one(platform, small):
     np.testing.assert_allclose(actual, expected, 0, TOLERANCE["float32"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_new", quick([1, 5], 5))
 def test_other_rows_change_no_bits(num_new, small):
     """The row under test is the second: the first's tiles come before its own in the list."""
@@ -184,6 +189,7 @@ def test_every_tile_is_listed_once_and_no_lane_twice_in_a_turn(lengths, num_turn
         assert (np.diff(tile[lane == each]) > 0).all()
 
 
+@pytest.mark.full
 def test_turns_follow_each_rows_own_length():
     """31 short rows beside a long one do not take as long as 32 long ones."""
     sizes = dict(lanes=16, entries=32)

@@ -71,6 +71,7 @@ def test_k_is_drawn_in_steps_with_legends_beside_the_data(figures, tmp_path):
         assert not axes.get_window_extent().shrunk(0.98, 0.98).overlaps(legend.get_window_extent())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("depths", [[0], [3], [63, 0], [1] * 30])
 def test_few_bursts_and_any_k(tmp_path, depths):
     bursts = [record(i, num_speculative_tokens=k) for i, k in enumerate(depths)]

@@ -257,6 +257,7 @@ def test_a_layout_of_ones_own(tmp_path):
     equal(model.params, specjax.convert(tree, layout, CONFIG))
 
 
+@pytest.mark.full
 def test_a_config_and_a_tokenizer_from_a_folder(tmp_path):
     model = specjax.load_model("demo")
     save_tree(
@@ -280,6 +281,7 @@ def linen_tree(tmp_path_factory):
     return config, folder
 
 
+@pytest.mark.full
 def test_another_layout_is_named(linen_tree):
     config, folder = linen_tree
     with pytest.raises(

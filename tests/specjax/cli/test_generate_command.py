@@ -158,6 +158,7 @@ def test_entropy_stands_beside_logprobs(run):
     assert "set logprobs=0 or more" in err
 
 
+@pytest.mark.full
 def test_logprobs_without_a_tokenizer(run, untokenized_folder, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": [1, 2], "logprobs": 0}')

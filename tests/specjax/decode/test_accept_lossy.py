@@ -107,6 +107,7 @@ def typical_by_loop(shape, tokens, num_tokens, target, choices, epsilon, delta):
     return best, choices[best[-1] if best else 0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", SHAPES, ids=ids)
 def test_typical_tokens(shape):
     rng = np.random.default_rng(1)
@@ -181,6 +182,7 @@ def test_synthetic_rates(shape):
             assert acceptance.nodes[row, :count].tolist() == path
 
 
+@pytest.mark.full
 def test_synthetic_stops_where_no_more_stand():
     noise = jnp.full((3, 2), 0.5)
     proposal = make_proposal(chain(2), [[1, 2]] * 3, None, [0, 1, 2])

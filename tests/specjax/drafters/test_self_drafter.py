@@ -30,6 +30,7 @@ TREE = from_widths((2, 1))
 # Matrices
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("bits", "groups", "most"), [(8, 1, 0.004), (8, 4, 0.004), (4, 4, 0.08)])
 def test_a_matrix_is_near_the_one_it_was_made_of(bits, groups, most):
     matrix = jax.random.normal(jax.random.key(0), (6, 16))
@@ -124,6 +125,7 @@ def test_its_weights_are_the_matrices_alone(name):
     assert maker.num_bytes(model.config) == sum(x.nbytes for x in jax.tree.leaves(made))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(FAMILIES, "biases", "gpt2"))
 def test_its_forward_is_near_the_targets(name):
     """Without pages; layers left out are left out of the target too."""

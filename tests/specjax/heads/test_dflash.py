@@ -445,6 +445,7 @@ def test_a_head_says_whether_it_stores_features():
     assert beside.model == stored
 
 
+@pytest.mark.full
 def test_windows_of_layers_that_are_not_causal():
     """The whole block sees the contexts that its first token sees."""
     config, params = make_head("DFlash2", layer_windows=(33, None))
@@ -485,6 +486,7 @@ CONFIDENT = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", quick(CONFIDENT, "of the token before, too"))
 def test_its_confidence_is_what_its_equations_say(kind):
     name, more = CONFIDENT[kind]

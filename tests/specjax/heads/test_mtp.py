@@ -99,6 +99,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(MISTAKES, "order", "norms swapped", "final"))
 def test_each_mistake_shows(name):
     mistake, flags = MISTAKES[name]

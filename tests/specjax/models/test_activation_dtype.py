@@ -70,6 +70,7 @@ def test_a_token_that_overflows_stays_infinite(odd, dtype):
     np.testing.assert_array_equal(out[others], layers._linear_in_parts(x, weight)[others])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", HALVES)
 def test_gradients_of_products_in_parts(dtype):
     x, weight = normal(0, 5, 24), normal(1, 10, 24).astype(dtype)

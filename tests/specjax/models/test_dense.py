@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from helpers import tiny_gpt2, tiny_llama, uncached_logits
 
 from specjax.cli.bench.widen import widen
@@ -29,6 +30,7 @@ def test_padding_changes_nothing(model):
         np.testing.assert_allclose(padded[row][mask[row]], plain, atol=1e-5)
 
 
+@pytest.mark.full
 def test_padding_has_a_finite_gradient():
     model = tiny_llama(0)
     ids = jnp.ones((2, 8), jnp.int32)
@@ -42,7 +44,7 @@ def test_padding_has_a_finite_gradient():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
-@pytest.mark.parametrize("num_parameters", [1e6, 3e6])
+@pytest.mark.parametrize("num_parameters", quick([1e6, 3e6], 1e6))
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -110,6 +110,7 @@ def test_taps_of_what_runs_beside(case):
     assert {tap.shape for tap in found.beside} == {(4, config.hidden_size)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("token_bucket", [None, 4])
 def test_no_taps_cost_nothing(token_bucket):
     config = CONFIGS["llama"]

@@ -535,6 +535,7 @@ def test_what_may_well_be_worth_drafting_is_asked_more_often(stood, least):
         assert num_probes <= 2
 
 
+@pytest.mark.full
 def test_drafting_begins_again_with_requests_that_copy():
     """At K = 0 new requests, which the drafter has seen, are asked."""
     policy = trained(accepted=0, rows=4)
@@ -591,6 +592,7 @@ def test_a_bucket_is_compiled_once_it_would_have_paid(runs, share):
     assert decision.num_speculative_tokens == 4
 
 
+@pytest.mark.full
 def test_drafting_begins_again_though_only_the_bucket_of_all_rows_can():
     """What drafts is compiled for 32 rows alone; plain decoding for 4 of them too."""
     compiled = {Bucket(32, 4), Bucket(32, 0), Bucket(4, 0)}
@@ -940,6 +942,7 @@ def test_what_may_be_best_is_never_free():
     assert policy.costs.seconds(Bucket(1, 0), 100) > 1e-4
 
 
+@pytest.mark.full
 def test_drafts_are_asked_for_though_catching_up_is_thought_to_cost_much():
     """Late, and for no more than its share: what is thought of it may be wrong."""
     policy = trained(accepted=0)

@@ -678,6 +678,7 @@ def test_an_interrupted_call_holds_no_page(place, monkeypatch):
     assert_same(talk(num_samples=2), expected())
 
 
+@pytest.mark.full
 def test_a_call_that_ran_out_of_time_goes_on():
     """Turns that run are continued, and turns that waited are asked about again."""
     begun = time.monotonic()

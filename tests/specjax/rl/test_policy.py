@@ -240,6 +240,7 @@ def test_weights_of_fewer_digits_than_the_decoder_are_refused():
         specjax.rollout(decoder(), half, PROMPTS, sampling=SAMPLING)
 
 
+@pytest.mark.full
 def test_a_tree_in_another_layout():
     theirs = specjax.convert_back(model().params, "nnx", model().config)
     run = decoder(layout="nnx")

@@ -156,6 +156,7 @@ def test_rollouts_are_sliced_joined_and_reshaped():
     assert not any("metrics" in name for name in names)
 
 
+@pytest.mark.full
 def test_neither_metrics_nor_the_seed_compile_a_loss_anew():
     traced = []
 

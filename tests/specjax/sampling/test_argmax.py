@@ -92,6 +92,7 @@ def test_the_winner_is_that_of_all_scores(kind, vocab):
         np.testing.assert_allclose(best, scores.max(axis=1), rtol=1e-6)
 
 
+@pytest.mark.full
 def test_many_small_races():
     """10,000 rows, each with the winner of all its scores."""
     values, keys = logits_of("flat", 400, num_tokens=10_000), random_keys(1, 10_000)
@@ -135,6 +136,7 @@ def looks(values, score, bound):
     return count, result
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "masked"])
 def test_a_bound_that_is_no_help_sees_every_block(kind):
     values, keys = logits_of(kind, 20 * argmax.BLOCK), random_keys(3)
@@ -146,6 +148,7 @@ def test_a_bound_that_is_no_help_sees_every_block(kind):
     np.testing.assert_array_equal(index, scores.argmax(axis=1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("slack", [0.5, 2.0, 5.0])
 def test_looser_bounds_see_more_blocks_and_find_the_same(slack):
     values, keys = logits_of("flat", 20 * argmax.BLOCK), random_keys(4)
@@ -188,6 +191,7 @@ def test_equal_scores_seen_last_block_first_give_the_lowest(kind, excess):
     np.testing.assert_array_equal(index, values.argmax(axis=1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_blocks", [0, 1, argmax.FEW, argmax.FEW + 1])
 def test_scores_of_few_blocks(num_blocks):
     """One value in each of num_blocks blocks, the last, cut short, among them."""
@@ -229,6 +233,7 @@ def scaled_of(kind, seed=0):
     return jnp.asarray(values - values.max(axis=1, keepdims=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "equal", "masked", "last"])
 @pytest.mark.parametrize("top_k", [1, 50, 64, 65, 300, 2047, 2048, 2049, 5002, 5003])
 def test_top_k_of_the_few_is_that_of_all(kind, top_k):
@@ -240,7 +245,9 @@ def test_top_k_of_the_few_is_that_of_all(kind, top_k):
     assert np.all(is_enough) or top_k > argmax.FEW
 
 
-@pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "equal", "masked", "last"])
+@pytest.mark.parametrize(
+    "kind", quick(["flat", "peaked", "ties", "equal", "masked", "last"], "flat", "ties")
+)
 @pytest.mark.parametrize("top_k", quick([0, 40], 40))
 @pytest.mark.parametrize("min_p", [0.0, 0.01])
 def test_top_p_of_the_few_is_that_of_all(kind, top_k, min_p):
@@ -336,7 +343,7 @@ FILTERS = [
 
 @pytest.mark.parametrize("vocab", [pytest.param(64, marks=SLOW), LARGE])
 @pytest.mark.parametrize("kind", quick(["flat", "peaked", "ties", "masked"], "flat", "masked"))
-@pytest.mark.parametrize("features", FILTERS)
+@pytest.mark.parametrize("features", quick(FILTERS, FILTERS[1], FILTERS[4]))
 def test_choices_are_the_winners_of_processed_logits_and_noise(kind, features, vocab):
     params = [SamplingParams(**features[i % len(features)]) for i in range(4)]
     sampling = rows_of(*params)
@@ -474,6 +481,7 @@ def test_choices_follow_their_distribution(features, vocab, chunk):
 MORE = 3 * argmax.BLOCK + 7
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", quick([1, 5, argmax.BLOCK, MORE], 1, MORE))
 @pytest.mark.parametrize("special", [0.0, np.nan, np.inf, -np.inf])
 def test_one_pass_finds_what_blocks_find(size, special):
@@ -489,6 +497,7 @@ def test_one_pass_finds_what_blocks_find(size, special):
     np.testing.assert_array_equal(index, counted.argmax(axis=1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ways", quick([2, 8, 16], 8))
 @pytest.mark.parametrize(("kind", "most_passes"), [("flat", 9), ("ties", 11)])
 def test_a_search_finds_the_level_in_few_passes(monkeypatch, ways, kind, most_passes):

@@ -606,6 +606,7 @@ def test_logprobs_are_zeros_unless_asked_for():
     assert not np.any(actual.raw_top)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "params",
     [

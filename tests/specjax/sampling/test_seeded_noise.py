@@ -154,6 +154,7 @@ def test_races_of_a_large_vocabulary_are_fair():
         assert chi_square_p_value(counts, flat) > LEAST_P_VALUE
 
 
+@pytest.mark.full
 def test_exponential_noise_has_its_distribution():
     noise = np.asarray(exponential_noise(keys_of(50), 2_000)).reshape(-1)
     assert stats.kstest(noise, "expon").pvalue > LEAST_P_VALUE
@@ -169,6 +170,7 @@ def test_draws_that_win_are_distinct():
     np.testing.assert_allclose(smallest[:, -1] * 128_000, 500, rtol=0.25)
 
 
+@pytest.mark.full
 def test_the_largest_of_many_draws_has_its_distribution():
     """The maximum of n Gumbel draws is one more, log n higher."""
     draw = jax.jit(lambda keys: jnp.max(gumbel_noise(keys, 5_000), axis=1))
@@ -233,6 +235,7 @@ def test_neighbouring_keys_are_independent(other):
     assert independence_p_value(first, second, 16) > LEAST_P_VALUE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("distance", quick([1, 2, 3, 16, 256], 1, 256))
 def test_neighbouring_token_ids_are_independent(distance):
     bits = np.asarray(random_bits(keys_of(200), 1_000 + distance))

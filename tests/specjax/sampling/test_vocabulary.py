@@ -152,6 +152,7 @@ def test_processed_logits_and_choices_are_equal_to_the_bit(name):
         np.testing.assert_array_equal(split.is_invalid, whole.is_invalid)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", quick(OPTIONS, "all"))
 def test_logprobs_of_slices(name):
     params = OPTIONS[name]
@@ -169,6 +170,7 @@ def test_logprobs_of_slices(name):
     assert (whole.raw != 0).any()
 
 
+@pytest.mark.full
 @options
 def test_target_probs_of_slices(name):
     params = OPTIONS[name]

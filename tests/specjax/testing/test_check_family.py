@@ -166,6 +166,7 @@ WRONG_EMBED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", WRONG_EMBED)
 def test_an_embed_that_is_not_what_layers_get_is_seen(name, monkeypatch):
     function, message = WRONG_EMBED[name]
@@ -175,6 +176,7 @@ def test_an_embed_that_is_not_what_layers_get_is_seen(name, monkeypatch):
         check_family(wrong(name, embed=function))
 
 
+@pytest.mark.full
 def test_a_norm_of_each_shard_alone_is_seen(monkeypatch):
     right = made_up_families.norm_across_heads
     alone = lambda *arguments, tensor_axis=None, **options: right(*arguments, **options)

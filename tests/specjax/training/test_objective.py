@@ -169,6 +169,7 @@ def softmax(x):
 WAYS = "greedy", "sampled", "by_law"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("has_all_roots", [True, False])
 def test_sums_along_chains(has_all_roots):
     """Against loops over roots: what is in the text and learned counts; chains end with it, and
@@ -254,6 +255,7 @@ def test_steps_begin_where_those_before_end(depth):
 LENGTHEN = Objective(**NONE | {"accepted": 1.0})
 
 
+@pytest.mark.full
 def test_texts_without_drafts():
     """Texts of one token, none, and none learned: nothing is counted and the loss is 0."""
     text, states, roots, is_root, hidden = toy()
@@ -278,6 +280,7 @@ def test_the_gradient_of_accepted_makes_chains_longer():
     assert length(longer) > length(sums)
 
 
+@pytest.mark.full
 def test_the_gradient_takes_where_steps_begin_as_given():
     """A text's first root counts 1 in it, and later ones by the chance that a step begins there."""
     text, states, *roots, hidden = toy(depth=1)

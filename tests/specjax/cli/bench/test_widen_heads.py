@@ -61,6 +61,7 @@ def _scores(model, drafter, text):
     return found
 
 
+@pytest.mark.full
 def test_heads_that_are_not_widened_are_refused():
     target = tiny_llama(0)
     wide = widen(target, 4 * target.num_parameters()).config

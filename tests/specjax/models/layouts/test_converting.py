@@ -38,6 +38,7 @@ MODELS = {
     "qwen3": tiny_llama(0, family="qwen3", qk_norm=True),
     "gpt2": tiny_gpt2(0),
 }
+QUICK = "qwen3", "gpt2"
 
 
 def cases():
@@ -49,7 +50,10 @@ def cases():
             except NotImplementedError:
                 continue
             for variant in possible:
-                yield pytest.param(model, layout, variant, id=f"{name}: {variant.name}")
+                marks = () if name in QUICK else pytest.mark.full
+                yield pytest.param(
+                    model, layout, variant, id=f"{name}: {variant.name}", marks=marks
+                )
 
 
 def assert_equal(one, other):
@@ -184,6 +188,7 @@ def test_a_layout_of_ones_own():
 # Inside jit
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["nnx", "linen", "tunix"])
 def test_transpositions_cost_no_memory_inside_jit(layout):
     # More tokens than are multiplied from the left on a CPU.
@@ -202,6 +207,7 @@ def test_transpositions_cost_no_memory_inside_jit(layout):
             assert bytes_besides(tree, variant) == ours
 
 
+@pytest.mark.full
 def test_gradients_have_the_layout_of_the_weights():
     tree = specjax.convert_back(PARAMS, "maxtext", CONFIG)
     loss = lambda params: jnp.sum(sequence_logits(params, CONFIG, jnp.array([[1, 2, 3]])) ** 2)

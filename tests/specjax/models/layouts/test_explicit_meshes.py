@@ -71,6 +71,7 @@ def test_there_and_back(name, where, order):
     assert_equal(run(to_theirs, found, where), theirs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", WHERE)
 def test_under_the_mesh(where):
     """As a program has it that sets its mesh for all it does."""
@@ -85,6 +86,7 @@ def specs(tree):
     return jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, tree)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", WHERE)
 def test_what_is_split_stays_split(where):
     """Heads side by side are over the axes that heads were over, and the other way."""
@@ -147,6 +149,7 @@ def test_layers_that_are_split_otherwise_are_stacked():
         assert_equal(back, specjax.convert_back(PARAMS, stacked, CONFIG))
 
 
+@pytest.mark.full
 def test_gradients_are_split_as_weights():
     theirs = jax.tree.map(split, specjax.convert_back(PARAMS, "maxtext", CONFIG))
     weights = jax.tree.map(lambda x: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), PARAMS)

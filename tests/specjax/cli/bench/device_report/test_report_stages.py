@@ -218,6 +218,7 @@ def test_prompts_are_of_different_places():
     assert {len(prompt) for prompt in prompts} == {48}
 
 
+@pytest.mark.full
 def test_a_prompt_is_fed_whole_and_again_from_its_begin():
     setup = random_models.setup_of(
         random_models.RandomModels(),
