@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import builtins
 import contextlib
 import http.client
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import prometheus
 import pytest
 import rollout_logging
 import server
+import uvicorn
 from demo_layers import save_first_layers
 
 import specjax
@@ -200,30 +201,35 @@ def test_rollouts_are_logged_by_step(few_layers, monkeypatch):
     rollout_logging.Terminal().log(logged[0], 0)  # has what it shows
 
 
+@contextlib.contextmanager
+def listening(engine, target):
+    """Context of a server's port."""
+    config = uvicorn.Config(server.app_of(engine, target), port=0, log_level="critical")
+    serving = uvicorn.Server(config)
+    thread = threading.Thread(target=serving.run)
+    thread.start()
+    try:
+        wait_until(lambda: serving.started)
+        yield serving.servers[0].sockets[0].getsockname()[1]
+    finally:
+        serving.should_exit = True
+        thread.join()
+
+
 @pytest.fixture
 def served(few_layers):
-    """Runs a function of (port, engine) in a thread, beside the server."""
-
-    def run(use):
-        async def main():
-            target = specjax.load_model("demo")
-            with specjax.Engine(target, drafter="demo") as engine:
-                app = server.Server(engine, target)
-                async with await asyncio.start_server(app.connected, "127.0.0.1", 0) as listening:
-                    port = listening.sockets[0].getsockname()[1]
-                    return await asyncio.to_thread(use, port, engine)
-
-        return asyncio.run(main())
-
-    return run
+    """Returns a server's port and its engine."""
+    target = specjax.load_model("demo")
+    with specjax.Engine(target, drafter="demo") as engine, listening(engine, target) as port:
+        yield port, engine
 
 
 def asked(port, path, body=None):
     """Returns the status and the text of a reply."""
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    connection.request("GET" if body is None else "POST", path, body)
-    reply = connection.getresponse()
-    return reply.status, reply.read().decode()
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+        connection.request("GET" if body is None else "POST", path, body)
+        reply = connection.getresponse()
+        return reply.status, reply.read().decode()
 
 
 def wait_until(is_so, at_most_s=60):
@@ -249,33 +255,27 @@ def test_a_server_streams_or_answers_whole(served):
         0
     ].text
 
-    def use(port, engine):
-        prompt = {"prompt": "def main():"}
-        status, whole = asked(port, "/v1/completions", json.dumps(GREEDY | prompt))
-        assert status == 200
-        assert json.loads(whole)["choices"] == [
-            {"index": 0, "finish_reason": "length", "text": text}
-        ]
-        assert json.loads(whole)["usage"]["completion_tokens"] == 24
-        assert max(each.num_steps for each in engine.stats.decisions) > 2  # not token by token
-        newer = {"temperature": 0, "max_completion_tokens": 24}
-        _, whole = asked(port, "/v1/chat/completions", json.dumps(newer | MESSAGES))
-        assert json.loads(whole)["choices"][0]["message"]["content"] == text
-        ask = (
-            GREEDY | MESSAGES | {"stream": True, "n": 2, "stream_options": {"include_usage": True}}
-        )
-        status, streamed = asked(port, "/v1/chat/completions", json.dumps(ask))
-        *events, usage = events_of(streamed)
-        for index in (0, 1):
-            parts = [each["choices"][0] for each in events]
-            parts = [part for part in parts if part["index"] == index]
-            assert "".join(part["delta"]["content"] for part in parts) == text
-            assert parts[-1]["finish_reason"] == "length"
-        assert usage["usage"]["completion_tokens"] == 48
-        assert json.loads(asked(port, "/v1/models")[1])["data"][0]["id"] == "demo"
-        assert "vllm:generation_tokens_total" in asked(port, "/metrics")[1]
-
-    served(use)
+    port, engine = served
+    prompt = {"prompt": "def main():"}
+    status, whole = asked(port, "/v1/completions", json.dumps(GREEDY | prompt))
+    assert status == 200
+    assert json.loads(whole)["choices"] == [{"index": 0, "finish_reason": "length", "text": text}]
+    assert json.loads(whole)["usage"]["completion_tokens"] == 24
+    assert max(each.num_steps for each in engine.stats.decisions) > 2  # not token by token
+    newer = {"temperature": 0, "max_completion_tokens": 24}
+    _, whole = asked(port, "/v1/chat/completions", json.dumps(newer | MESSAGES))
+    assert json.loads(whole)["choices"][0]["message"]["content"] == text
+    ask = GREEDY | MESSAGES | {"stream": True, "n": 2, "stream_options": {"include_usage": True}}
+    status, streamed = asked(port, "/v1/chat/completions", json.dumps(ask))
+    *events, usage = events_of(streamed)
+    for index in (0, 1):
+        parts = [each["choices"][0] for each in events]
+        parts = [part for part in parts if part["index"] == index]
+        assert "".join(part["delta"]["content"] for part in parts) == text
+        assert parts[-1]["finish_reason"] == "length"
+    assert usage["usage"]["completion_tokens"] == 48
+    assert json.loads(asked(port, "/v1/models")[1])["data"][0]["id"] == "demo"
+    assert "vllm:generation_tokens_total" in asked(port, "/metrics")[1]
 
 
 @pytest.mark.full
@@ -290,33 +290,13 @@ def test_a_server_refuses_and_goes_on(served):
         '{"prompt": "a", "stream": true, "max_tokens": "x"}': 400,
     }
 
-    def use(port, engine):
-        got = {body: asked(port, "/v1/completions", body)[0] for body in wrong}
-        assert got == wrong
-        for body in ("{}", '{"messages": [{"role": "user"}]}'):
-            assert asked(port, "/v1/chat/completions", body)[0] == 400
-        assert asked(port, "/nowhere")[0] == 404
-        assert not engine.has_work
-
-    served(use)
-
-
-def test_an_answer_has_one_status_line():
-    class Writer:
-        sent = b""
-
-        def write(self, data):
-            self.sent += data
-
-        async def drain(self):
-            pass
-
-    reply = server.Reply(Writer())
-    asyncio.run(reply.event({"a": 1}))
-    reply.fail(400, "late")
-    assert reply.writer.sent.count(b"HTTP/1.1") == 1
-    events = b'data: {"a": 1}\n\ndata: {"error": {"message": "late"}}\n\n'
-    assert reply.writer.sent.endswith(b"\r\n\r\n" + events)
+    port, engine = served
+    got = {body: asked(port, "/v1/completions", body)[0] for body in wrong}
+    assert got == wrong
+    for body in ("{}", '{"messages": [{"role": "user"}]}'):
+        assert asked(port, "/v1/chat/completions", body)[0] == 400
+    assert asked(port, "/nowhere")[0] == 404
+    assert not engine.has_work
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
@@ -326,17 +306,12 @@ def test_an_error_of_the_engine_is_an_answer(is_streamed):
             yield Chunk(0, 0, "a", [1], [], None)
             raise RuntimeError("the device is gone")
 
-    async def ask():
-        app = server.Server(Engine(), specjax.load_model("demo"))
-        async with await asyncio.start_server(app.connected, "127.0.0.1", 0) as listening:
-            port = listening.sockets[0].getsockname()[1]
-            body = json.dumps({"prompt": "a", "stream": is_streamed})
-            return await asyncio.to_thread(asked, port, "/v1/completions", body)
-
-    status, text = asyncio.run(ask())
+    body = json.dumps({"prompt": "a", "stream": is_streamed})
+    with listening(Engine(), specjax.load_model("demo")) as port:
+        status, text = asked(port, "/v1/completions", body)
     assert status == (200 if is_streamed else 500)
-    said = '{"error": {"message": "RuntimeError: the device is gone"}}'
-    assert text.endswith(said + "\n\n" * is_streamed)
+    said = {"error": {"message": "RuntimeError: the device is gone"}}
+    assert json.loads(text.rstrip().rpartition("data: ")[2]) == said
 
 
 @pytest.mark.full
@@ -344,15 +319,13 @@ def test_an_error_of_the_engine_is_an_answer(is_streamed):
 def test_a_client_that_leaves_aborts_its_request_alone(served, is_streamed):
     long = {"prompt": "def main():", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
 
-    def use(port, engine):
-        leaves = http.client.HTTPConnection("127.0.0.1", port)
-        leaves.request("POST", "/v1/completions", json.dumps(long | {"stream": is_streamed}))
-        wait_until(lambda: engine.has_work)
-        status, stays = asked(port, "/v1/completions", json.dumps(GREEDY | {"prompt": "import os"}))
-        leaves.close()
-        wait_until(lambda: not engine.has_work)
-        assert status == 200
-        assert json.loads(stays)["usage"]["completion_tokens"] == 24
-        assert engine.stats.num_output_tokens < 1500
-
-    served(use)
+    port, engine = served
+    leaves = http.client.HTTPConnection("127.0.0.1", port)
+    leaves.request("POST", "/v1/completions", json.dumps(long | {"stream": is_streamed}))
+    wait_until(lambda: engine.has_work)
+    status, stays = asked(port, "/v1/completions", json.dumps(GREEDY | {"prompt": "import os"}))
+    leaves.close()
+    wait_until(lambda: not engine.has_work)
+    assert status == 200
+    assert json.loads(stays)["usage"]["completion_tokens"] == 24
+    assert engine.stats.num_output_tokens < 1500
