@@ -34,6 +34,7 @@ from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.dense import sequence_logits
 from specjax.policy.interface import Fixed
 from specjax.training import eagle3, optimizers
+from specjax.training.adapter import AdapterStats
 from specjax.training.texts import Target
 
 CONFIG = ModelConfig(
@@ -161,7 +162,7 @@ class Run:
     # Largest difference between the trainer's log-probabilities and the sampler's.
     gaps: list[float] = dataclasses.field(default_factory=list)
     checkpoints: dict[int, Params] = dataclasses.field(default_factory=dict)
-    adapted: list[specjax.AdapterStats] = dataclasses.field(default_factory=list)
+    adapted: list[AdapterStats] = dataclasses.field(default_factory=list)
     # Functions traced so far, of the decoder and of the adapter.
     traces: list[int] = dataclasses.field(default_factory=list)
     params: Any = None  # after the last

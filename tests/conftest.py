@@ -106,11 +106,12 @@ def drafts_without_waiting(request, monkeypatch):
     By default drafting has to earn its place: what a test meant for it would often run plain
     decoding alone. The marker `goodput` gives a test the real default.
     """
-    from specjax.api import assemble
+    from specjax.api import policies
+    from specjax.policy.shelf import forget_speed
 
-    assemble.forget_speed()
+    forget_speed()
     if "goodput" not in request.keywords:
-        monkeypatch.setattr(assemble, "DEFAULT_POLICY", "fixed")
+        monkeypatch.setattr(policies, "DEFAULT_POLICY", "fixed")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from pallas_kernels.implementations import Taken, target_platform
 from pallas_kernels.names import PLATFORMS
 from specjax.api.handed_weights import HandedWeights
 from specjax.api.loading import dtype_of, load_split_drafter, load_target
+from specjax.api.policies import check_policy, kind_of_policy, policy_of
 from specjax.api.requests import Refused, make_requests, one_each
 from specjax.api.self_tests import trusted_kernels
 from specjax.api.sizing import (
@@ -27,16 +28,16 @@ from specjax.api.sizing import (
     page_bytes,
     standing_sizes,
 )
-from specjax.config.checks import is_int
 from specjax.config.engine import EngineConfig
 from specjax.config.gate import SpeculationGate, gate_tokens
 from specjax.config.keywords import made
 from specjax.config.names import BY_NAME
-from specjax.config.rules import Rule
+from specjax.config.rules import Rule, VerificationRule
 from specjax.config.speculation import SpeculationConfig
 from specjax.configs.devices import of_kind
 from specjax.decode.config import DecoderConfig
-from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, shared_decoder
+from specjax.decode.decoder import Decoder, shared_decoder
+from specjax.decode.executables import OUT_OF_MEMORY
 from specjax.decode.kept import KeptShape
 from specjax.decode.rules import RuleOptions
 from specjax.decode.sizes import Sizes
@@ -46,7 +47,6 @@ from specjax.engine.request import Request
 from specjax.heads.loading import DrafterSource, LoadedDrafter, load_drafter
 from specjax.models import families, sharding
 from specjax.models.base import Model
-from specjax.models.layers import product_width
 from specjax.models.layouts.tables import Layout, LayoutName
 from specjax.models.mesh_axes import MeshAxisMap, mapped
 from specjax.paged import kv_cache
@@ -62,19 +62,15 @@ from specjax.planning.device_memory import (
 from specjax.planning.memory_model import MemoryPlan
 from specjax.planning.processor_speed import processor_speed
 from specjax.planning.step_prior import Accelerator, step_prior
-from specjax.policy.cost_files import Known
 from specjax.policy.goodput import Goodput
-from specjax.policy.interface import Fixed, SpeculationPolicy, Table
-from specjax.policy.shelf import forget_speed as forget_speed
+from specjax.policy.interface import SpeculationPolicy
 from specjax.policy.shelf import shelf_of
 from specjax.policy.step_cost import Prior
-from specjax.policy.survival import Survival
 from specjax.runtime.amounts import amount
 from specjax.runtime.progress import Report
 from specjax.runtime.stack_level import of_the_caller
 from specjax.types import DecoderParams
 
-DEFAULT_POLICY = "goodput"  # "goodput" or "fixed", used if the config names none
 # Kinds of sampling, for which acceptance is learned separately.
 GREEDY, SAMPLED, MIXED = "greedy", "sampled", "mixed"
 # By platform, the heads axes of views (`specjax.models.views`) that products take at no cost. A TPU
@@ -85,6 +81,18 @@ FEWER_PAGES = 0.75  # fraction of the pages to try next after they did not fit
 
 
 Planned = TypeVar("Planned")
+
+
+class Options(TypedDict, total=False):
+    """What decodes, and how: arguments that `generate`, `Engine` and `build_decoder` share."""
+
+    drafter: DrafterSource
+    verification: VerificationRule | None
+    num_speculative_tokens: int | None
+    speculative_config: SpeculationConfig | Mapping[str, Any] | str | None
+    engine: EngineConfig | Mapping[str, Any] | None
+    mesh: Mesh | None
+    mesh_axes: MeshAxisMap | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,18 +125,12 @@ class Setup:
     def of(
         cls,
         target: Model | str | os.PathLike[str],
-        *,
-        drafter: DrafterSource = None,
-        verification: str | None = None,
-        num_speculative_tokens: int | None = None,
-        speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
-        engine: EngineConfig | Mapping[str, Any] | None = None,
-        mesh: Mesh | None = None,
-        mesh_axes: MeshAxisMap | None = None,
+        **options: Unpack[Options],
     ) -> Setup:
-        """Loads target and drafter and returns the setup; arguments as of `generate`."""
-        mesh = sharding.automatic(mapped(mesh, mesh_axes))
-        engine = made(EngineConfig, engine, "engine")  # what is misspelt is said before loading
+        """Loads target and drafter and returns the setup."""
+        mesh = sharding.automatic(mapped(options.get("mesh"), options.get("mesh_axes")))
+        # What is misspelt is said before loading.
+        engine = made(EngineConfig, options.get("engine"), "engine")
         model = load_target(target, mesh)
         if mesh is not None:
             sharding.validate(model.config, mesh)
@@ -141,8 +143,8 @@ class Setup:
             )
         loaded, speculation = _choose_drafter(
             model,
-            drafter,
-            _speculation(speculative_config, verification, num_speculative_tokens),
+            options.get("drafter"),
+            _speculation(options),
             own,
             mesh,
         )
@@ -229,7 +231,7 @@ class Setup:
         """
         chooses_rows = None
         if policy is not None:
-            _check_policy(policy)
+            check_policy(policy)
             chooses_rows = getattr(policy, "chooses_rows", False)
         rules = self.drafter.effective_rules(rules)
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(Setup)}
@@ -255,40 +257,7 @@ class Setup:
 
     def policy(self, decoder: Decoder) -> SpeculationPolicy:
         """Returns the policy that chooses K: the config's table, goodput, or a fixed K."""
-        config, kind = self.speculation, self._policy_kind(decoder.config.rules)
-        table, most = config.num_speculative_tokens_per_batch_size, config.depth
-        if kind is Table:
-            assert table is not None
-            return Table(table, most)
-        if kind is Fixed:
-            return Fixed(most)
-        known = self._known(decoder, most)
-        kept = known.acceptance.get(self.acceptance_kind)
-        return Goodput(
-            most,
-            known.costs,
-            survival=Survival.of_record(kept, most) if kept else None,
-            depths=(most,) if self.drafter.is_tree else None,
-            # Ranked slots would make rows depend on each other's draws under rules that compare
-            # distributions; slots of trees are counted by node.
-            ranks=not (
-                self.drafter.is_tree
-                or decoder.config.rules
-                or decoder.config.max_drafts_per_shard is not None
-            ),
-            knows_confidence=self.drafter.has_probs,
-            ledger=known.ledgers.get(self.acceptance_kind),
-        )
-
-    def _known(self, decoder: Decoder, most: int) -> Known:
-        """Returns the learned speed of target and drafter, with this setup's prior."""
-        known = shelf_of(decoder).known()
-        known.costs.describe(
-            {k: self.drafter.num_nodes(k) for k in range(most + 1)},
-            self._prior,
-            product_width if self._devices[0].platform == "cpu" else None,
-        )
-        return known
+        return policy_of(self.speculation, self.drafter, decoder, self.acceptance_kind, self._prior)
 
     @functools.cached_property
     def _prior(self) -> Prior | None:
@@ -319,18 +288,6 @@ class Setup:
         """Keeps the speed that a run learned, for later runs and processes."""
         if isinstance(loop.policy, Goodput):
             shelf_of(loop.decoder).keep(loop.policy, self.acceptance_kind)
-
-    def _policy_kind(self, rules: Sequence[int]) -> type[Table | Fixed | Goodput]:
-        """Returns the class of the config's policy, for steps with the given rules."""
-        config = self.speculation
-        has_table = config.num_speculative_tokens_per_batch_size is not None
-        # Under rules that compare distributions the text depends on K: a seed reproduces it
-        # only if K does not depend on timing.
-        policy = config.policy or ("fixed" if rules else DEFAULT_POLICY)
-        is_fixed = policy == "fixed"
-        if has_table and config.depth and not config.policy:
-            return Table
-        return Fixed if not config.depth or is_fixed else Goodput
 
     def requests(
         self, prompts: Sequence[Any], sampling: Any, *, num_before: int = 0
@@ -523,7 +480,7 @@ class Setup:
     def _plans_row_buckets(self) -> bool:
         if self.chooses_rows is not None:
             return self.chooses_rows
-        return self._policy_kind(self.rules).chooses_rows
+        return kind_of_policy(self.speculation, self.rules).chooses_rows
 
     @property
     def _dtype(self) -> Any:
@@ -713,10 +670,10 @@ def _warn_of_context(target: Model, engine: EngineConfig) -> None:
         )
 
 
-def _speculation(
-    given: Any, verification: str | None, num_speculative_tokens: int | None
-) -> SpeculationConfig:
+def _speculation(options: Options) -> SpeculationConfig:
     """Returns the config of vLLM's JSON, overridden by the arguments."""
+    given, verification = options.get("speculative_config"), options.get("verification")
+    num_speculative_tokens = options.get("num_speculative_tokens")
     if given is None:
         config = SpeculationConfig()
     elif isinstance(given, SpeculationConfig):
@@ -788,19 +745,6 @@ def _with_depth(config: SpeculationConfig, drafter: LoadedDrafter) -> Speculatio
         is_asked_for = config.num_speculative_tokens is not None or config.has_tree
         depth = min(depth, drafter.max_depth) if is_asked_for else drafter.max_depth
     return dataclasses.replace(config, num_speculative_tokens=depth)
-
-
-def _check_policy(policy: Any) -> None:
-    """Raises TypeError for what is no SpeculationPolicy."""
-    lacks = [name for name in ("choose", "observe") if not callable(getattr(policy, name, None))]
-    if not is_int(getattr(policy, "max_speculative_tokens", None)):
-        lacks.append("max_speculative_tokens")
-    if lacks:
-        raise TypeError(
-            f"policy={policy!r:.100} has no {' and no '.join(lacks)}; expected a "
-            "specjax.policy.interface.SpeculationPolicy. Policies of specjax are named in "
-            'speculative_config, as {"policy": "fixed"}.'
-        )
 
 
 def _num_weights(params: Any) -> int | None:

@@ -6,12 +6,12 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from jax.sharding import Mesh
 
 from specjax.api.acceptance_alarm import AcceptanceAlarm
-from specjax.api.assemble import Setup, acceptance_kind
+from specjax.api.assemble import Options, Setup, acceptance_kind
 from specjax.api.requests import Prompt, as_list
 from specjax.api.results import (
     Chunk,
@@ -24,7 +24,7 @@ from specjax.api.results import (
     self_check_of,
 )
 from specjax.config.engine import EngineConfig
-from specjax.config.keywords import checks_keywords, keyword_check
+from specjax.config.keywords import keyword_check
 from specjax.config.rules import VerificationRule
 from specjax.config.sampling import SamplingSource
 from specjax.config.speculation import SpeculationConfig
@@ -124,45 +124,30 @@ def stream(
       An iterable of `Chunk`; a possible beginning of a stop string, and incomplete
       UTF-8, are held back. Afterwards `result()` gives what `generate` returns.
     """
+    keyword_check(generate, "stream")(arguments)
     return Stream(target, prompts, is_streamed=True, **arguments)
 
 
 class Stream:
     """A running generation."""
 
-    @checks_keywords
     def __init__(
         self,
         target: Model | str | os.PathLike[str],
         prompts: Prompt | Sequence[Prompt],
         *,
-        drafter: DrafterSource = None,
         sampling: SamplingSource | Sequence[SamplingSource] | None = None,
-        verification: VerificationRule | None = None,
-        num_speculative_tokens: int | None = None,
-        speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
-        engine: EngineConfig | Mapping[str, Any] | None = None,
         policy: SpeculationPolicy | None = None,
-        mesh: Mesh | None = None,
-        mesh_axes: MeshAxisMap | None = None,
         progress: bool | Report | None = None,
         is_streamed: bool = False,
+        **options: Unpack[Options],
     ):
         self._started_at = time.perf_counter()
         compilation_cache.enable()
         self._progress, self._is_streamed = Progress(progress), is_streamed
         with contextlib.closing(self._progress):
             self._progress.report("loading", 0, 0)
-            setup = Setup.of(
-                target,
-                drafter=drafter,
-                verification=verification,
-                num_speculative_tokens=num_speculative_tokens,
-                speculative_config=speculative_config,
-                engine=engine,
-                mesh=mesh,
-                mesh_axes=mesh_axes,
-            )
+            setup = Setup.of(target, **options)
             requests, refused = setup.requests(as_list(prompts), sampling)
             self._setup = setup.for_run(
                 (each.rule for each in requests), policy, acceptance_kind(requests)

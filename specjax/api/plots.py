@@ -45,7 +45,7 @@ def draw_decisions(decisions: Sequence[BurstRecord], path: str | os.PathLike[str
 
 
 def draw_comparison(rows: Sequence[Any], path: str | os.PathLike[str] | None) -> Any:
-    """Draws tokens per second of `specjax.ComparedDrafter`s as bars; returns the figure.
+    """Draws tokens per second of `ComparedDrafter`s as bars; returns the figure.
 
     Raises:
       NotImplementedError: matplotlib is not installed.

@@ -227,10 +227,16 @@ def advice(name: str, known: Collection[str], value: Any = None) -> str:
     return ""
 
 
-def keyword_check(function: Callable[..., Any]) -> Callable[[Mapping[str, Any]], None]:
+def keyword_check(
+    function: Callable[..., Any], name: str | None = None
+) -> Callable[[Mapping[str, Any]], None]:
     """Returns what raises TypeError for a keyword that a function does not take, and says what to
-    write. It takes the keywords of a call, and lets any pass to a function of `**arguments`."""
-    parameters = inspect.signature(function).parameters
+    write. It takes the keywords of a call, and lets any pass to a function of `**arguments`.
+
+    Args:
+      name: of a function that passes its keywords on to this one.
+    """
+    parameters, name = inspect.signature(function).parameters, name or function.__qualname__
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return lambda given: None
 
@@ -238,7 +244,7 @@ def keyword_check(function: Callable[..., Any]) -> Callable[[Mapping[str, Any]],
         for keyword, value in given.items():
             if keyword not in parameters:
                 raise TypeError(
-                    f"{function.__qualname__}() got an unexpected keyword argument {keyword!r}"
+                    f"{name}() got an unexpected keyword argument {keyword!r}"
                     f"{advice(keyword, parameters, value)}"
                 )
 

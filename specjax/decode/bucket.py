@@ -1,8 +1,13 @@
-"""Buckets: the padded sizes that bursts are compiled for."""
+"""Buckets and keys: what steps are compiled for."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from specjax.decode.sizes import PromptShape
+
+BURST, MIXED, PREFILL = "burst", "mixed", "prefill"  # kinds of steps that run the target
+ADMIT, REMEMBER, SCORE = "admit", "remember", "score"
 
 
 class Bucket(NamedTuple):
@@ -19,6 +24,36 @@ class Bucket(NamedTuple):
         """Most draft tokens of chains that a step verifies, over all rows."""
         most = self.rows * self.num_speculative_tokens
         return most if self.max_drafts is None else self.max_drafts
+
+
+class StepKey(NamedTuple):
+    """What a step is compiled for; a decoder has one executable for each.
+
+    Attributes:
+      bucket: of a burst, or of the rows that decode in a mixed step.
+      prompts: those fed in a prefill or a mixed step, on each shard.
+      count: places that ADMIT takes, pieces of text of REMEMBER, texts of SCORE.
+    """
+
+    kind: str
+    bucket: Bucket | None = None
+    prompts: PromptShape | None = None
+    count: int = 0
+
+    @property
+    def is_plain_burst(self) -> bool:
+        """Whether it is a burst of K = 0."""
+        bucket = self.bucket
+        return self.kind == BURST and bucket is not None and not bucket.num_speculative_tokens
+
+    def __str__(self) -> str:
+        if self.bucket is None:
+            fed = "" if self.prompts is None else f" of {self.prompts.num_tokens} tokens"
+            return f"{self.kind}{fed}"
+        step = f"{self.bucket.rows} rows at K = {self.bucket.num_speculative_tokens}"
+        if self.prompts is None:
+            return f"a burst of {step}"
+        return f"a step of {step} beside {self.prompts.num_tokens} prompt tokens"
 
 
 def standing_row_buckets(rows: int, num_shards: int = 1) -> list[int]:

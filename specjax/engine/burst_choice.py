@@ -159,7 +159,7 @@ class BurstChoice:
         table = scheduler.table
         tokens_left = table.max_length[rows] - tokens
         is_refilled = len(scheduler.waiting) > 0
-        signature = decoder.signature(run.params, run.device_state)
+        step = lambda bucket: (run.params, run.device_state, bucket, beside)
         return Load(
             num_decoding_rows=len(rows),
             num_waiting=len(scheduler.waiting),
@@ -176,12 +176,10 @@ class BurstChoice:
             num_probe_steps=usual_steps,
             prompt_tokens=0 if beside is None else beside.num_tokens,
             compile_s=decoder.burst_compile_s,
-            is_compiled=lambda bucket: decoder.is_compiled(bucket, signature, beside),
-            is_coming=lambda bucket: decoder.is_coming(bucket, signature, beside),
+            is_compiled=lambda bucket: decoder.is_compiled(*step(bucket)),
+            is_coming=lambda bucket: decoder.is_coming(*step(bucket)),
             is_any_coming=decoder.is_any_coming,
-            read_s=lambda bucket: decoder.read_s(
-                run.params, run.device_state, bucket, signature, beside
-            ),
+            read_s=lambda bucket: decoder.read_s(*step(bucket)),
             is_dropped=lambda bucket: run.faults.is_dropped(bucket, beside),
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from specjax.decode.bucket import Bucket
-from specjax.decode.decoder import TooLarge
+from specjax.decode.executables import TooLarge
 from specjax.decode.sizes import PromptShape
 from specjax.drafters.guard import DrafterError
 from specjax.runtime.stack_level import of_the_caller
@@ -80,14 +80,6 @@ class Faults:
             for dropped, tokens in self._dropped
         )
 
-    def _drop(
-        self, prompt_tokens: int, depth: int, rows: int | None = None, most: int | None = None
-    ) -> Bucket:
-        """Drops a step by the sizes of its key; returns its bucket."""
-        bucket = Bucket(self.num_rows if rows is None else rows, depth, most)
-        self._dropped.add((bucket, prompt_tokens))
-        return bucket
-
     def lose_drafter(self, names: list[str], *, is_missed: bool) -> None:
         """Turns the drafter off because its weights were deleted.
 
@@ -126,20 +118,16 @@ class Faults:
         Raises:
           TooLarge: no other executable can do its work.
         """
-        match error.key:
-            case ("burst", int(depth), *more) if depth or more:
-                bucket = self._drop(0, depth, *more)
-                what = f"a burst of {bucket.rows} rows at K = {depth}"
-                instead = "other sizes, or K = 0"
-            case ("mixed", int(), int(tokens), int(depth), *more) if depth or more:
-                bucket = self._drop(tokens, depth, *more)
-                what = f"a step of {bucket.rows} rows at K = {depth} beside {tokens} prompt tokens"
-                instead = "other sizes, or K = 0 beside prompts"
-            case ("mixed", *_) if self.has_mixed:
-                self.has_mixed = False
-                what, instead = "steps with prompts beside", "steps of their own"
-            case _:
-                raise error
+        bucket, prompts = error.key.bucket, error.key.prompts
+        beside = "" if prompts is None else " beside prompts"
+        if bucket is not None and (bucket.num_speculative_tokens or bucket.rows < self.num_rows):
+            self._dropped.add((bucket, 0 if prompts is None else prompts.num_tokens))
+            what, instead = str(error.key), f"other sizes, or K = 0{beside}"
+        elif beside and bucket is not None and self.has_mixed:
+            self.has_mixed = False
+            what, instead = "steps with prompts beside", "steps of their own"
+        else:
+            raise error
         warnings.warn(
             f"{what} is dropped for this run; it goes on with {instead}: {error}. Lower "
             "max_rows, num_speculative_tokens or num_pages to have room.",

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import jax
 
-from specjax.decode.decoder import OUT_OF_MEMORY, Decoder
+from specjax.decode.decoder import Decoder
+from specjax.decode.executables import OUT_OF_MEMORY
 from specjax.engine.faults import LostWeights, lost_weights
 from specjax.engine.run_state import RunState
 from specjax.types import DecoderParams

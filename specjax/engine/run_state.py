@@ -13,7 +13,9 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from specjax.config.gate import SpeculationGate
-from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, TooLarge
+from specjax.decode.bucket import PREFILL, REMEMBER
+from specjax.decode.decoder import Decoder
+from specjax.decode.executables import OUT_OF_MEMORY, TooLarge
 from specjax.decode.kept import Kept, pointed
 from specjax.decode.state import DecodeState, without_drafter
 from specjax.drafters.guard import DrafterError
@@ -297,8 +299,8 @@ class RunState:
             return False
         # A drafter that absorbs hidden states also runs in prefills and plain steps.
         absorbs = self.decoder.drafter.taps and not self.faults.is_drafter_off
-        needed = error.key[:2] == ("burst", 0) or error.key[0] == "prefill"
-        return error.key[0] == "remember" or bool(absorbs and needed)
+        needed = error.key.is_plain_burst or error.key.kind == PREFILL
+        return error.key.kind == REMEMBER or bool(absorbs and needed)
 
     def notice_failed(self) -> None:
         """Drops executables whose compilation in the background failed."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,15 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from specjax.decode.bucket import Bucket
+from specjax.decode.bucket import BURST, MIXED, PREFILL, Bucket
 from specjax.decode.compiler_options import compile_with
 from specjax.decode.config import DecoderConfig
-from specjax.decode.decoder import Decoder
+from specjax.decode.executables import compiler_options
+from specjax.decode.sizes import PromptShape
 from specjax.decode.state import DecodeState
+from specjax.decode.steps import Step, Steps
 from specjax.drafters.guard import abstract_drafter_params
 from specjax.models import sharding
 from specjax.models.abstract import abstract_weights as abstract_weights
-from specjax.planning.workspace_fit import BURST, MIXED, PREFILL
 from specjax.types import DecoderParams
 
 # Variables that the TPU compiler reads; without them it waits for an answer from a TPU host.
@@ -39,8 +39,8 @@ _CPU_OPTIONS = {
 }
 
 
-class AbstractDecoder(Decoder):
-    """A decoder that compiles its steps and runs none.
+class AbstractDecoder(Steps):
+    """Steps that are lowered and compiled from shapes alone, and never run.
 
     A mesh of described devices (`described_mesh`) makes it compile for those.
 
@@ -56,11 +56,6 @@ class AbstractDecoder(Decoder):
         self._drafter_dtype = drafter_dtype
         self._drafter_params = drafter_params
 
-    @property
-    def plain(self) -> Decoder:
-        """Itself: plain decoding takes the same memory with and without a drafter."""
-        return self
-
     def compile_burst(
         self, num_speculative_tokens: int, num_rows: int | None = None
     ) -> jax.stages.Compiled:
@@ -72,13 +67,7 @@ class AbstractDecoder(Decoder):
     ) -> jax.stages.Lowered:
         """Returns what `compile_burst` compiles."""
         rows = self.sizes.rows if num_rows is None else num_rows
-        result: Any = self.burst(
-            self.abstract_params,
-            self.abstract_state,
-            self._plan_shapes(Bucket(rows, num_speculative_tokens)),
-            num_speculative_tokens=num_speculative_tokens,
-        )
-        return result[0]
+        return self._lower_bucket(Bucket(rows, num_speculative_tokens))
 
     def compile_prefill(self, num_places: int, num_tokens: int) -> jax.stages.Compiled:
         """Returns the compiled prefill of num_tokens tokens of at most `num_places` prompts."""
@@ -86,50 +75,47 @@ class AbstractDecoder(Decoder):
 
     def lower_prefill(self, num_places: int, num_tokens: int) -> jax.stages.Lowered:
         """Returns what `compile_prefill` compiles."""
-        places = _integers(num_places)
-        table = self._plan_shapes(self._all_rows).block_table
-        result: Any = self.prefill(
-            self.abstract_params,
-            self.abstract_state,
-            table,
-            places,
-            places,
-            num_tokens=num_tokens,
-        )
-        return result[0]
+        params, places = self.abstract_params, jax.ShapeDtypeStruct((num_places,), jnp.int32)
+        table = self.plan_shapes(Bucket(self.sizes.rows, 0)).block_table
+        prompts = PromptShape(num_places // self.num_shards, num_tokens)
+        step = self.prefill_step(params, prompts)
+        return self._lower(step, self.abstract_state, params, table, places, places)
 
     def compile_mixed(
         self, num_places: int, num_tokens: int, num_speculative_tokens: int = 0
     ) -> jax.stages.Compiled:
         """Returns the compiled step of all rows at a K with a prefill beside it."""
-        places = _integers(num_places)
-        result: Any = self.mixed(
-            self.abstract_params,
-            self.abstract_state,
-            self._plan_shapes(self._all_rows),
-            places,
-            places,
-            num_tokens=num_tokens,
-            num_speculative_tokens=num_speculative_tokens,
-        )
-        (lowered,) = result
-        return self._compile(MIXED, lowered)
+        bucket = Bucket(self.sizes.rows, num_speculative_tokens)
+        prompts = PromptShape(num_places // self.num_shards, num_tokens)
+        return self._compile(MIXED, self._lower_bucket(bucket, prompts))
+
+    def _lower_bucket(
+        self, bucket: Bucket, beside: PromptShape | None = None
+    ) -> jax.stages.Lowered:
+        params = self.abstract_params
+        inputs = self.inputs_of(params, self.abstract_state, bucket, beside)
+        return self._lower(self.bucket_step(params, bucket, beside), *inputs)
+
+    def _lower(self, step: Step, state: DecodeState, *arguments: Any) -> jax.stages.Lowered:
+        """Returns the lowered step; its arguments are split as those of a decoder that runs it."""
+        if self.mesh is not None:
+            # The compiler's copies depend on the sharding of the arguments.
+            state = _lay(state, self.state_specs(state), self.mesh)
+            pairs = zip(arguments, step.in_specs, strict=True)
+            arguments = tuple(_lay(argument, specs, self.mesh) for argument, specs in pairs)
+        return self.lower(step, state, *arguments)
 
     def _compile(self, kind: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compiles a step with the options of the decoder that runs it, but on a CPU."""
         if self.device.platform == "cpu":
             return lowered.compile(compiler_options=_CPU_OPTIONS)
-        return compile_with(lowered, self._compiler_options((kind,)))
-
-    @property
-    def _all_rows(self) -> Bucket:
-        return Bucket(self.sizes.rows, 0)
+        return compile_with(lowered, compiler_options(self, kind))
 
     @property
     def abstract_state(self) -> DecodeState:
-        """The shapes and dtypes of `init()`."""
+        """The shapes and dtypes of `initial_state`."""
         with sharding.lowered(self.mesh):
-            return jax.eval_shape(functools.partial(self._initial_state, True))
+            return jax.eval_shape(functools.partial(self.initial_state, True))
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -151,28 +137,6 @@ class AbstractDecoder(Decoder):
             own = self._drafter_dtype or dtype
             drafter = abstract_drafter_params(self.drafter, self.target, own)
         return DecoderParams(abstract_weights(self.target, dtype), drafter)
-
-    def _call(
-        self,
-        key: tuple,
-        function: Callable,
-        state: DecodeState,
-        *arguments: Any,
-        in_specs: Any,
-        out_specs: Any,
-    ) -> tuple[jax.stages.Lowered]:
-        """Returns the lowered step instead of running it."""
-        if self.mesh is not None:
-            # The compiler's copies depend on the sharding of the arguments.
-            state = _lay(state, self._state_specs(state), self.mesh)
-            arguments = tuple(
-                _lay(argument, specs, self.mesh)
-                for argument, specs in zip(arguments, in_specs, strict=True)
-            )
-        lowered = self._lower(
-            key, function, state, *arguments, in_specs=in_specs, out_specs=out_specs
-        )
-        return (lowered,)
 
 
 def described_mesh(topology: str, num_chips: int) -> Mesh:
@@ -230,10 +194,6 @@ def _lay(values: Any, specs: Any, mesh: Mesh) -> Any:
 
     is_spec = lambda x: isinstance(x, PartitionSpec)
     return jax.tree.map(of_subtree, specs, values, is_leaf=is_spec)
-
-
-def _integers(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def _first_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ import jax
 
 from pallas_kernels.tree_attention import pieces
 from specjax.config.engine import EngineConfig
-from specjax.decode.bucket import standing_row_buckets
+from specjax.decode.bucket import BURST, MIXED, PREFILL, standing_row_buckets
 from specjax.decode.sizes import PromptShape
 from specjax.models.base import ModelConfig
 from specjax.models.layers import MOST_TOKENS_FROM_THE_LEFT
@@ -29,9 +29,6 @@ from specjax.planning.pool_copies import (
     whole_arrays,
 )
 from specjax.planning.workspace_fit import (
-    BURST,
-    MIXED,
-    PREFILL,
     BucketMemory,
     StepShape,
     WorkspaceFit,

@@ -21,9 +21,8 @@ import numpy as np
 
 from pallas_kernels.implementations import Taken
 from specjax.config.gate import SpeculationGate, gate_tokens
+from specjax.decode.bucket import BURST, PREFILL
 from specjax.planning.workspace_fit import (
-    BURST,
-    PREFILL,
     BucketMemory,
     combined_bytes,
     fewest_nonnegative,

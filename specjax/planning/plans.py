@@ -232,7 +232,7 @@ def _chip_bytes(decoder: AbstractDecoder, params: Any, state: Any) -> int:
     trees = [params, state]
     if mesh is None:
         return sum(bytes_of(leaf) for leaf in jax.tree.leaves(trees))
-    specs = [decoder._param_specs(params), decoder._state_specs(state)]
+    specs = [decoder.param_specs(params), decoder.state_specs(state)]
     places = jax.tree.map(
         lambda leaf, place: bytes_of(leaf.update(shape=place.shard_shape(leaf.shape))),
         trees,

@@ -12,7 +12,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from specjax.planning.workspace_fit import BURST, BucketMemory, StepShape
+from specjax.decode.bucket import BURST
+from specjax.planning.workspace_fit import BucketMemory, StepShape
 
 PLAIN, SPECULATING = "plain burst", "speculating burst"
 

@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-BURST, PREFILL, MIXED = "burst", "prefill", "mixed"
+from specjax.decode.bucket import BURST, MIXED, PREFILL
+
 KINDS = (BURST, PREFILL, MIXED)
 
 # Largest relative error with which one line is accepted; above it a bend is searched for.

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from specjax.decode.decoder import Decoder
+from specjax.decode.steps import Steps
 from specjax.policy.ledger import Ledger
 from specjax.policy.step_cost import StepCosts
 from specjax.policy.survival import Survival
@@ -40,7 +41,7 @@ UNREADABLE = (
 )
 
 
-def key_of(decoder: Decoder) -> dict[str, Any]:
+def key_of(decoder: Steps) -> dict[str, Any]:
     """Returns the key of step costs: readable fields, and a digest of the models and settings.
 
     The capacity in rows and tokens is not part of it: bursts are stored with bucket and context.

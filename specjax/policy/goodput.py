@@ -29,7 +29,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from specjax.decode.bucket import Bucket
-from specjax.decode.decoder import WARM_UP_CALLS
+from specjax.decode.executables import WARM_UP_CALLS
 from specjax.policy.beside_prompts import BesidePrompts, Option
 from specjax.policy.interface import Decision, Load, Outcome
 from specjax.policy.ledger import Ledger

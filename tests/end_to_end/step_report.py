@@ -18,7 +18,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 from helpers import tiny_gpt2, tiny_llama
 
 import specjax
-from specjax.decode.decoder import Decoder
+from specjax.decode.executables import Executables
 
 ENGINE = specjax.EngineConfig(
     max_rows=2, row_buckets=(), max_context=64, burst_steps=4, page_size=8, num_pages=32
@@ -45,16 +45,15 @@ def figures(compiled):
 def report(make, drafter, rule):
     """Returns the figures of every step of a short generation, and its tokens."""
     depth, config = DRAFTERS[drafter]
-    found, make_step = {}, Decoder._make
+    found, make_step = {}, Executables._make
 
-    def record(self, compiled_key, *arguments, **options):
-        make_step(self, compiled_key, *arguments, **options)
-        name = " ".join(map(str, compiled_key[0]))
-        found[f"{type(self.drafter).__name__} {name}"] = self._executables[compiled_key]
+    def record(self, name, step, *inputs, **options):
+        make_step(self, name, step, *inputs, **options)
+        found[f"{type(self._steps.drafter).__name__} {step.key}"] = self.runs[name]
 
     target = make(0)
     draft = make(1) if drafter in ("draft model", "tree") else None
-    Decoder._make = record
+    Executables._make = record
     try:
         out = specjax.generate(
             target,
@@ -71,7 +70,7 @@ def report(make, drafter, rule):
         )
         tokens = [list(map(int, completion.token_ids)) for completion in out]
     finally:
-        Decoder._make = make_step
+        Executables._make = make_step
     return {"tokens": tokens, "steps": {name: figures(found[name]) for name in sorted(found)}}
 
 

@@ -11,6 +11,8 @@ from helpers import assert_engine_is_empty, first_layer, scripted_drafter, tiny_
 import specjax
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
+from specjax.decode.bucket import Bucket
+from specjax.decode.sizes import PromptShape
 from specjax.drafters.spec import NgramDrafter
 from specjax.policy.interface import Decision, Fixed
 
@@ -110,9 +112,10 @@ def test_prompts_that_arrive_at_any_phase_change_no_text(target, plain, name):
         buckets = {record.row_bucket for record in mixed}
         assert buckets == ({4} if name == "all rows" else {2, 4})
         decoder = running._loop.decoder
-        traced = {key: n for key, n in decoder.traces.items() if key[0] == "mixed"}
+        traced = {key: n for key, n in decoder.traces.items() if key.kind == "mixed"}
         # One executable per row bucket and token bucket of prompts, traced once.
-        assert set(traced) <= {("mixed", 4, 4, K), ("mixed", 4, 4, K, 2)}
+        assert {key.bucket for key in traced} <= {Bucket(4, K), Bucket(2, K)}
+        assert {key.prompts for key in traced} <= {PromptShape(4, 4)}
         assert set(traced.values()) == {1}
 
 

@@ -13,6 +13,7 @@ from helpers import ENGINE, FEW_PAGES, assert_engine_is_empty
 import specjax
 from specjax.api.generation import Stream
 from specjax.config.sampling import SamplingParams
+from specjax.decode.bucket import Bucket
 from specjax.policy.interface import Decision
 
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=5)
@@ -655,8 +656,8 @@ def test_row_buckets_change_no_text(make, plain):
     with make(config, drafter="ngram", speculative_config=fixed) as engine:
         ids = list(map(engine.add, prompts(4), sampling))
         done = drain(engine)
-        run = {key for key in engine._loop.decoder.all_traces if key[0] == "burst"}
-    assert run == {("burst", 3), ("burst", 3, 2), ("burst", 3, 1)}
+        run = {key.bucket for key in engine._loop.decoder.all_traces if key.kind == "burst"}
+    assert run == {Bucket(ENGINE.max_rows, 3), Bucket(2, 3), Bucket(1, 3)}
     for request, prompt, asked in zip(ids, prompts(4), sampling, strict=True):
         assert done[request][0].token_ids == plain(prompt, asked)
 
@@ -678,8 +679,8 @@ def test_k_by_batch_size_changes_no_text(target, draft, plain):
     out = stream.result()
     for completion, prompt, asked in zip(out, prompts(3), sampling, strict=True):
         assert completion.token_ids == plain(prompt, asked)
-    bursts = {key[1] for key in stream._loop.decoder.all_traces if key[0] == "burst"}
-    assert bursts == {0, 1, 3}
+    bursts = [key.bucket for key in stream._loop.decoder.all_traces if key.kind == "burst"]
+    assert {bucket.num_speculative_tokens for bucket in bursts} == {0, 1, 3}
     assert out.stats.num_speculative_tokens == 3
 
 

@@ -26,7 +26,9 @@ import specjax
 from specjax.api.generation import Stream
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
+from specjax.decode.bucket import ADMIT, BURST, MIXED, PREFILL, Bucket, StepKey
 from specjax.decode.decoder import shared_decoder
+from specjax.decode.sizes import PromptShape
 from specjax.heads.loading import LoadedDrafter
 from specjax.text.tokenization import Tokenizer
 
@@ -569,18 +571,17 @@ def test_one_trace_per_executable(target, draft, num_prompts, longest):
             assert shared_decoder.cache_info().currsize == 2
     rows = min(max(num_prompts), ENGINE.max_rows)
     decoder = stream._loop.decoder
-    assert set(decoder.plain.traces) <= {("burst", 0)}
-    assert decoder.all_traces == {
-        ("admit", 1): 1,
-        ("admit", rows): 1,
-        ("burst", 0): 1,
-        ("burst", 3): 1,
-    } | {key: 1 for key in decoder.traces if key[0] in ("prefill", "mixed")}
+    plain, drafting = (StepKey(BURST, Bucket(decoder.sizes.rows, k)) for k in (0, 3))
+    assert set(decoder.plain.traces) <= {plain}
+    once = plain, drafting, *(StepKey(ADMIT, count=count) for count in (1, rows))
+    of_prompts = [key for key in decoder.traces if key.kind in (PREFILL, MIXED)]
+    assert decoder.all_traces == dict.fromkeys([*once, *of_prompts], 1)
     # One executable per token bucket of prompts, beside K as without.
-    prompts = {key[2] for key in decoder.traces if key[0] == "prefill"}
+    prompts = {key.prompts.num_tokens for key in of_prompts if key.kind == PREFILL}
     assert prompts <= set(decoder.prompt_sizes.buckets)
-    beside = {key for key in decoder.traces if key[0] == "mixed"}
-    assert beside <= {("mixed", rows, each, 3) for each in decoder.prompt_sizes.buckets}
+    beside = {(key.bucket, key.prompts) for key in of_prompts if key.kind == MIXED}
+    shapes = [PromptShape(rows, each) for each in decoder.prompt_sizes.buckets]
+    assert beside <= {(drafting.bucket, shape) for shape in shapes}
 
 
 @pytest.mark.full

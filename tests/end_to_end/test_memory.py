@@ -63,7 +63,7 @@ def test_all_that_an_engine_takes_lies_within_its_bytes(target, draft, tight):
         assert decoder.sizes.num_pages <= plan.num_pages
         # Fewer than rows can have: it is memory that bounds them.
         assert plan.num_pages < ENGINE.max_rows * ENGINE.max_context // 8
-        steps = [run_memory(run) for run in decoder._executables.values()]
+        steps = [run_memory(run) for run in decoder.executables.runs.values()]
         held = bytes_of([engine._loop.params, engine._loop._run.device_state])
         assert held + combined_bytes(steps) <= tight.memory_bytes
         decisions = engine.stats.decisions

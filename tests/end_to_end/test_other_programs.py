@@ -128,12 +128,7 @@ def lowered_burst(drafter):
         DecoderConfig(target=tiny_llama_config(), drafter=drafter, sizes=sizes, engine=ENGINE)
     )
     state = decoder.abstract_state
-    (lowered,) = decoder.burst(
-        decoder.abstract_params,
-        state,
-        decoder._plan_shapes(decoder._all_rows),
-        num_speculative_tokens=min(drafter.num_nodes(2) - 1, 2),
-    )
+    lowered = decoder.lower_burst(min(drafter.num_nodes(2) - 1, 2))
     return lowered.as_text(), jax.tree.leaves(state)
 
 

@@ -150,8 +150,10 @@ def score(pair: Pair) -> Any:
     state = decoder.abstract_state
     text = jax.ShapeDtypeStruct((ROWS, PAGE), jnp.int32)
     counts = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
-    (lowered,) = decoder.score(decoder.abstract_params, state, text, counts, state.sampling)
-    return lowered
+    params = decoder.abstract_params
+    return decoder.lower(
+        decoder.score_step(params, ROWS), state, params, text, counts, state.sampling
+    )
 
 
 Step = Callable[[], Any]

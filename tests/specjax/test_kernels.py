@@ -14,6 +14,7 @@ from pallas_kernels.implementations import by_name, call_best, named_for, truste
 from pallas_kernels.names import IMPLEMENTATIONS
 from specjax.api import assemble
 from specjax.config.engine import KERNELS, EngineConfig
+from specjax.decode.background import wait_for_all
 from specjax.decode.bucket import Bucket
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
@@ -92,7 +93,7 @@ def test_a_named_implementation_runs(target, monkeypatch):
     params = DecoderParams(target.params)
     state, bucket = decoder.init(), Bucket(2, 2)
     decoder.prepare(params, state, bucket)
-    decoder._background.wait((decoder._burst_key(bucket), decoder._variant_of(params, state)))
+    wait_for_all()
     assert asked == {
         ("tree_attention", "xla"),
         ("write_kv", None),
@@ -129,7 +130,7 @@ def test_kernels_trusted_by_a_setup_reach_the_ops_and_the_keys(target, monkeypat
     params, bucket = DecoderParams(target.params), Bucket(2, 2)
     state = decoder.init()
     decoder.prepare(params, state, bucket)
-    decoder._background.wait((decoder._burst_key(bucket), decoder._variant_of(params, state)))
+    wait_for_all()
     assert seen == {("tree_attention", None, "mosaic_gpu")}
     plain = Decoder(decoder_config(target))
     assert cost_files.key_of(decoder) != cost_files.key_of(plain)

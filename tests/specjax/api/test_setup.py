@@ -11,7 +11,7 @@ from helpers import ENGINE, tiny_llama
 from jax.sharding import Mesh
 
 import specjax
-from specjax.api.assemble import FEWER_PAGES, GREEDY, SAMPLED, Setup, forget_speed
+from specjax.api.assemble import FEWER_PAGES, GREEDY, SAMPLED, Setup
 from specjax.api.sizing import page_bytes
 from specjax.config.engine import EngineConfig
 from specjax.config.rules import Rule
@@ -29,6 +29,7 @@ from specjax.planning.workspace_fit import BURST, BucketMemory, StepShape
 from specjax.policy import cost_files
 from specjax.policy.goodput import Goodput
 from specjax.policy.interface import Fixed
+from specjax.policy.shelf import forget_speed
 from specjax.policy.step_cost import StepCosts
 from specjax.types import BLOCK, SEEDED
 

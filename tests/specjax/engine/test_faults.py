@@ -7,8 +7,8 @@ import pytest
 from fake_decoder import FakeDecoder
 from test_loop import check, finish, make_request, start
 
-from specjax.decode.bucket import Bucket
-from specjax.decode.decoder import TooLarge
+from specjax.decode.bucket import ADMIT, BURST, MIXED, PREFILL, Bucket, StepKey
+from specjax.decode.executables import TooLarge
 from specjax.decode.sizes import PromptShape
 from specjax.drafters.guard import DrafterError
 from specjax.drafters.none import TurnedOff
@@ -16,6 +16,14 @@ from specjax.drafters.spec import NoDrafter
 from specjax.engine.faults import Faults
 from specjax.policy.interface import Fixed
 from specjax.types import NOT_A_NUMBER, OUTSIDE_VOCABULARY, DecoderParams
+
+
+def burst_of(rows, depth, max_drafts=None):
+    return StepKey(BURST, Bucket(rows, depth, max_drafts))
+
+
+def mixed_of(rows, depth, prompts):
+    return StepKey(MIXED, Bucket(rows, depth), prompts)
 
 
 class FaultyDecoder(FakeDecoder):
@@ -40,7 +48,7 @@ class FaultyDecoder(FakeDecoder):
     def init(self, *, has_drafter=True):
         self.num_inits += 1
         if has_drafter:
-            self._try("init", ("init",))
+            self._try("init", StepKey("init"))
         drafter = () if has_drafter else TurnedOff()
         self.is_active[:] = False
         self.slots[:] = -1
@@ -48,21 +56,18 @@ class FaultyDecoder(FakeDecoder):
         return type(super().init())(self.version, drafter)
 
     def prefill(self, params, state, *arguments, **sizes):
-        self._try("prefill", ("prefill",), state)
+        self._try("prefill", StepKey(PREFILL), state)
         return super().prefill(params, state, *arguments, **sizes)
 
     def mixed(self, params, state, *arguments, **sizes):
-        self._try(
-            "mixed",
-            ("mixed", len(arguments[1]), sizes["num_tokens"], sizes["num_speculative_tokens"]),
-            state,
-        )
+        prompts = PromptShape(len(arguments[1]), sizes["num_tokens"])
+        bucket = Bucket(self.sizes.rows, sizes["num_speculative_tokens"])
+        self._try("mixed", StepKey(MIXED, bucket, prompts), state)
         return super().mixed(params, state, *arguments, **sizes)
 
     def burst(self, params, state, plan, *, num_speculative_tokens, max_drafts=None):
-        key = "burst", num_speculative_tokens
-        if plan.row_ids is not None:
-            key = *key, len(plan.row_ids)
+        rows = self.sizes.rows if plan.row_ids is None else len(plan.row_ids)
+        key = burst_of(rows, num_speculative_tokens)
         self._try("burst" if num_speculative_tokens else "plain", key, state)
         assert isinstance(state.drafter, TurnedOff) == (params.drafter == ())
         if len(self.bursts) == self.breaks_at:
@@ -161,7 +166,7 @@ def test_a_device_error_once_the_drafter_is_off_ends_the_requests():
 
 
 def test_a_k_that_does_not_fit_is_dropped():
-    decoder = FaultyDecoder(rows=2, num_pages=40, too_large=[("burst", 3)])
+    decoder = FaultyDecoder(rows=2, num_pages=40, too_large=[burst_of(2, 3)])
     with pytest.warns(UserWarning, match="2 rows at K = 3 is dropped.*goes on with") as one:
         engine = run(decoder, [30, 20, 9])
     assert len(one) == 1
@@ -174,7 +179,7 @@ def test_a_k_that_does_not_fit_is_dropped():
 
 
 def test_a_row_bucket_that_does_not_fit_is_dropped():
-    too_large = [("burst", 1, 1), ("burst", 1, 2)]
+    too_large = [burst_of(1, 1), burst_of(2, 1)]
     decoder = FaultyDecoder(rows=4, row_buckets=(1, 2), too_large=too_large)
     with pytest.warns(UserWarning, match="burst of . rows at K = 1 is dropped") as two:
         engine = run(decoder, [3, 3, 12, 30], k=1)
@@ -185,7 +190,7 @@ def test_a_row_bucket_that_does_not_fit_is_dropped():
 
 
 def test_mixed_steps_that_do_not_fit_are_dropped():
-    too_large = [("mixed", 2, 64, k) for k in (0, 3)]
+    too_large = [mixed_of(2, k, PromptShape(2, 64)) for k in (0, 3)]
     decoder = FaultyDecoder(rows=2, num_pages=128, too_large=too_large)
     prompts = [2, 2, 130]
     with pytest.warns(UserWarning, match="is dropped") as two:
@@ -198,7 +203,7 @@ def test_mixed_steps_that_do_not_fit_are_dropped():
 
 
 def test_a_mixed_step_that_drafts_and_does_not_fit_runs_plainly():
-    decoder = FaultyDecoder(rows=2, num_pages=128, too_large=[("mixed", 2, 64, 3)])
+    decoder = FaultyDecoder(rows=2, num_pages=128, too_large=[mixed_of(2, 3, PromptShape(2, 64))])
     with pytest.warns(UserWarning, match="goes on with other sizes, or K = 0 beside") as one:
         engine = run(decoder, [60, 3, 5], prompts=[2, 2, 130])
     assert len(one) == 1
@@ -210,11 +215,11 @@ def test_a_mixed_step_that_drafts_and_does_not_fit_runs_plainly():
 
 
 def test_without_anything_left_the_requests_end():
-    decoder = FaultyDecoder(rows=2, too_large=[("burst", 2), ("burst", 0)])
+    decoder = FaultyDecoder(rows=2, too_large=[burst_of(2, 2), burst_of(2, 0)])
     engine, requests = start(decoder, [9, 9], policy=Fixed(2))
     with (
         pytest.warns(UserWarning, match="K = 2 is dropped"),
-        pytest.raises(TooLarge, match=r"burst 0 does not fit in memory: .*9 GB"),
+        pytest.raises(TooLarge, match=r"2 rows at K = 0 does not fit in memory: .*9 GB"),
     ):
         finish(engine, requests)
     assert [request.finish_reason for request in requests] == ["error"] * 2
@@ -223,7 +228,7 @@ def test_without_anything_left_the_requests_end():
 
 def test_pages_after_a_burst_that_was_not_sent():
     """What was reserved for it is given back, but for what the next burst needs."""
-    decoder = FaultyDecoder(rows=2, num_pages=16, too_large=[("burst", 3)])
+    decoder = FaultyDecoder(rows=2, num_pages=16, too_large=[burst_of(2, 3)])
     engine, requests = start(decoder, [30, 30], policy=Fixed(3))
     with pytest.warns(UserWarning, match="K = 3"):
         engine.step()
@@ -241,7 +246,11 @@ def test_faults_say_what_was_dropped_once():
     assert len(one) == 1
     assert faults.is_dropped(Bucket(2, 3))
     assert not faults.is_dropped(Bucket(2, 0))
-    for key in [("prefill", 1, 64), ("burst", 0), ("admit", 1)]:
+    for key in [
+        StepKey(PREFILL, prompts=PromptShape(1, 64)),
+        burst_of(2, 0),
+        StepKey(ADMIT, count=1),
+    ]:
         with pytest.raises(TooLarge):
             faults.drop(TooLarge(key, MemoryError()))
     assert not faults.is_dropped(Bucket(2, 0))
@@ -250,7 +259,7 @@ def test_faults_say_what_was_dropped_once():
 def test_a_bucket_with_fewer_slots_than_one_that_did_not_fit_may():
     faults = Faults("dicey", 8)
     with pytest.warns(UserWarning, match="4 rows at K = 4"):
-        faults.drop(TooLarge(("burst", 4, 4, 8), MemoryError()))
+        faults.drop(TooLarge(burst_of(4, 4, 8), MemoryError()))
     assert faults.is_dropped(Bucket(4, 4, 8))
     assert faults.is_dropped(Bucket(4, 4))
     assert not faults.is_dropped(Bucket(4, 4, 4))

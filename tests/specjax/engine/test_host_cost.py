@@ -56,19 +56,16 @@ class IdleDecoder:
     def prefill(self, *arguments, **sizes):
         return self, 0
 
-    def signature(self, params, state):
-        return ()
-
-    def is_compiled(self, bucket, signature, beside=None):
+    def is_compiled(self, params, state, bucket, beside=None):
         return True
 
     def is_any_coming(self):
         return False
 
-    def is_coming(self, bucket, signature, beside=None):
+    def is_coming(self, params, state, bucket, beside=None):
         return False
 
-    def read_s(self, params, state, bucket, signature, beside=None):
+    def read_s(self, params, state, bucket, beside=None):
         return 0.0
 
     def prepare(self, params, state, bucket, beside=None):

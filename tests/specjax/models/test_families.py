@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from made_up_families import HERON, NUM_EXPERTS, STILT_JSON, heron_config
 
 import specjax
+from specjax.decode.bucket import BURST, StepKey
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
@@ -176,7 +177,7 @@ def test_steps_of_registered_families_are_not_kept_whole():
                 target=target, drafter=drafter, sizes=sizes, engine=specjax.EngineConfig()
             )
         )
-        assert decoder._store_name(("burst",), ()) is None
+        assert decoder.executables._file(StepKey(BURST), ()) is None
     assert not is_own(STILT)
     assert is_own(llama)
     assert NUM_EXPERTS == 4
