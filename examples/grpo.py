@@ -33,8 +33,7 @@ from specjax.models import llama
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.dense import sequence_logits
 from specjax.policy.interface import Fixed
-from specjax.training import eagle3, optimizers
-from specjax.training.adapter import AdapterStats
+from specjax.training import AdapterStats, eagle3, optimizers
 from specjax.training.texts import Target
 
 CONFIG = ModelConfig(

@@ -257,7 +257,9 @@ class Setup:
 
     def policy(self, decoder: Decoder) -> SpeculationPolicy:
         """Returns the policy that chooses K: the config's table, goodput, or a fixed K."""
-        return policy_of(self.speculation, self.drafter, decoder, self.acceptance_kind, self._prior)
+        return policy_of(
+            self.speculation, self.drafter, decoder, self.acceptance_kind, lambda: self._prior
+        )
 
     @functools.cached_property
     def _prior(self) -> Prior | None:

@@ -23,7 +23,8 @@ from specjax.api.assemble import Setup
 from specjax.api.handed_weights import completed, wait_for
 from specjax.api.outbox import Outbox
 from specjax.api.requests import Prompt, token_ids
-from specjax.api.results import Chunk, GenerationStats, lossy_rule
+from specjax.api.results import Chunk, GenerationStats
+from specjax.api.totals import Totals
 from specjax.api.turns import Turns
 from specjax.config.checks import is_int, is_number
 from specjax.config.engine import EngineConfig
@@ -32,9 +33,9 @@ from specjax.config.rules import Rule, VerificationRule
 from specjax.config.sampling import SamplingSource
 from specjax.config.speculation import SpeculationConfig
 from specjax.engine.adapting import AdaptStats
-from specjax.engine.loop import Loop
+from specjax.engine.loop import Loop, is_added
 from specjax.engine.recovery import INTERRUPTED
-from specjax.engine.request import AcceptanceCounts, Request
+from specjax.engine.request import Request
 from specjax.heads.loading import DrafterSource, LoadedDrafter
 from specjax.models.base import Model, Params
 from specjax.models.layouts.tables import Layout, LayoutName
@@ -138,7 +139,6 @@ class Engine:
         self._updates = Turns(lambda: False, lambda: None)  # of threads that bring new weights
         self._memory_watch = setup.memory_watch(self._loop)
         self._records = self._loop.records
-        self._started_at = time.perf_counter()
         self._stepper = futures.ThreadPoolExecutor(1)  # of asyncio's streams
         self._turns = Turns(lambda: bool(self._to_end), self._take_in)
         # The tables: requests and chunks, requests added since the last step, and requests to
@@ -147,7 +147,7 @@ class Engine:
         self._new: collections.deque[Request] = collections.deque()
         self._to_end: collections.deque[_Ending] = collections.deque()
         self._num_added = 0
-        self._totals = _Totals()
+        self._totals = Totals()
         self._alarm = AcceptanceAlarm(setup.drafter, setup.speculation.verification)
 
     @checks_keywords
@@ -360,22 +360,8 @@ class Engine:
     def stats(self) -> GenerationStats:
         """Figures over all finished requests."""
         with self._turns.tables():
-            setup, totals = self._setup, self._totals
-            return GenerationStats(
-                num_prompts=totals.num_prompts,
-                num_prompt_tokens=totals.num_prompt_tokens,
-                num_output_tokens=totals.num_output_tokens,
-                acceptance=copy.deepcopy(totals.acceptance),
-                run_s=totals.run_s,
-                compile_s=totals.compile_s,
-                time_to_first_token_s=totals.first_token_s or 0.0,
-                num_speculative_tokens=setup.speculation.depth,
-                drafter=setup.drafter.name,
-                verification=setup.speculation.verification,
-                lossy=tuple(sorted(totals.lossy)),
-                decisions=tuple(self._records),
-                num_preemptions=totals.num_preemptions,
-                params_version=self._handed.version,
+            return self._totals.stats(
+                self._setup, self._records, params_version=self._handed.version
             )
 
     @property
@@ -540,9 +526,7 @@ class Engine:
         finally:
             self._progress.close()  # the caller writes text now
         with self._turns.tables():
-            self._totals.run_s = loop.run_s
-            self._totals.compile_s = loop.compile_s
-            self._totals.num_preemptions = loop.num_preemptions
+            self._totals.look_at(loop)
             self._hand_out(moved)
         if self._memory_watch is not None:
             self._memory_watch.look()
@@ -579,7 +563,7 @@ class Engine:
         loop = self._loop
         while self._new:
             request = self._new.popleft()
-            if not _is_added(self._running_loop, request):
+            if not is_added(self._running_loop, request):
                 self._hand_out([request])
         while self._to_end:
             request_id, is_left = self._to_end.popleft()
@@ -600,7 +584,7 @@ class Engine:
     def _hand_out(self, moved: Iterable[Request]) -> None:
         """Makes chunks of the requests' new text, for their streams or for `step`."""
         for samples in self._outbox.hand_out(moved):
-            self._totals.add(samples, self._started_at)
+            self._totals.add(samples)
 
     def _end_lost(self, error: str) -> None:
         """Ends the requests that the loop lost in an exception, and hands out their last chunks.
@@ -610,9 +594,7 @@ class Engine:
         waiting = set(self._new)
         lost = [each for each in self._outbox.unended() if each not in waiting]
         for request in lost:
-            if not request.is_finished:
-                request.error = error
-                request.end("error")
+            request.fail(error)
         self._hand_out(lost)
 
     def _take_mail(self, request_id: int) -> tuple[list[Chunk], bool]:
@@ -631,36 +613,3 @@ class _Ending(NamedTuple):
 
     request_id: int
     is_left: bool = False  # whether its remaining chunks are dropped
-
-
-class _Totals:
-    """Sums over finished requests."""
-
-    def __init__(self):
-        self.num_prompts = self.num_prompt_tokens = self.num_output_tokens = 0
-        self.acceptance = AcceptanceCounts()
-        self.compile_s = self.run_s = 0.0
-        self.num_preemptions = 0
-        self.first_token_s: float | None = None
-        self.lossy: set[str] = set()
-
-    def add(self, samples: Sequence[Request], started_at: float) -> None:
-        self.num_prompts += 1
-        for request in samples:
-            self.num_prompt_tokens += len(request.prompt_token_ids)
-            self.num_output_tokens += len(request.output_token_ids)
-            self.acceptance.merge(request.counts)
-            if self.first_token_s is None and request.first_token_at is not None:
-                self.first_token_s = request.first_token_at - started_at
-            self.lossy.update(filter(None, [lossy_rule(request)]))
-
-
-def _is_added(loop: Loop, request: Request) -> bool:
-    """Queues a request, or ends it if the pool is too small by now; returns whether it queued."""
-    try:
-        loop.add(request)
-    except ValueError as error:
-        request.error = str(error)
-        request.end("error")
-        return False
-    return True

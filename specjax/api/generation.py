@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -16,19 +16,17 @@ from specjax.api.requests import Prompt, as_list
 from specjax.api.results import (
     Chunk,
     ChunkWriter,
-    Completion,
     Generation,
-    GenerationStats,
     completion_of,
     refusal,
     self_check_of,
 )
+from specjax.api.totals import Totals
 from specjax.config.engine import EngineConfig
 from specjax.config.keywords import keyword_check
 from specjax.config.rules import VerificationRule
 from specjax.config.sampling import SamplingSource
 from specjax.config.speculation import SpeculationConfig
-from specjax.engine.request import AcceptanceCounts
 from specjax.heads.loading import DrafterSource
 from specjax.models.base import Model
 from specjax.models.mesh_axes import MeshAxisMap
@@ -142,7 +140,7 @@ class Stream:
         is_streamed: bool = False,
         **options: Unpack[Options],
     ):
-        self._started_at = time.perf_counter()
+        self._totals = Totals()
         compilation_cache.enable()
         self._progress, self._is_streamed = Progress(progress), is_streamed
         with contextlib.closing(self._progress):
@@ -184,9 +182,11 @@ class Stream:
                     self._progress.report("tokens", num_tokens, total)
         finally:
             self._progress.close()
+            self._totals.add(self._requests)
+            self._totals.look_at(self._loop)
         self._setup.keep(self._loop)
         alarm = AcceptanceAlarm(self._setup.drafter, self._setup.speculation.verification)
-        alarm.look(self._counts())
+        alarm.look(self._totals.acceptance)
 
     def result(self) -> Generation:
         """Returns what `generate` returns, after running the rest."""
@@ -194,29 +194,6 @@ class Stream:
             pass
         done = [completion_of(request) for request in self._requests] + self._failed
         done.sort(key=lambda completion: (completion.prompt_index, completion.sample_index))
-        return Generation(done, self._stats(done))
-
-    def _counts(self) -> AcceptanceCounts:
-        total = AcceptanceCounts()
-        for request in self._requests:
-            total.merge(request.counts)
-        return total
-
-    def _stats(self, completions: list[Completion]) -> GenerationStats:
-        first = [r.first_token_at for r in self._requests if r.first_token_at is not None]
-        return GenerationStats(
-            num_prompts=len({c.prompt_index for c in completions}),
-            num_prompt_tokens=sum(len(r.prompt_token_ids) for r in self._requests),
-            num_output_tokens=sum(len(c.token_ids) for c in completions),
-            acceptance=self._counts(),
-            run_s=self._loop.run_s,
-            compile_s=self._loop.compile_s,
-            time_to_first_token_s=min(first) - self._started_at if first else 0.0,
-            num_speculative_tokens=self._setup.speculation.depth,
-            drafter=self._setup.drafter.name,
-            verification=self._setup.speculation.verification,
-            lossy=tuple(sorted({c.lossy for c in completions if c.lossy})),
-            self_check=self_check_of(completions),
-            decisions=tuple(self._loop.records),
-            num_preemptions=self._loop.num_preemptions,
-        )
+        stats = self._totals.stats(self._setup, self._loop.records, self_check=self_check_of(done))
+        num_prompts = len({completion.prompt_index for completion in done})
+        return Generation(done, dataclasses.replace(stats, num_prompts=num_prompts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from specjax.config.checks import is_int
@@ -37,13 +37,13 @@ def policy_of(
     drafter: LoadedDrafter,
     decoder: Decoder,
     acceptance_kind: str,
-    prior: Prior | None,
+    prior: Callable[[], Prior | None],
 ) -> SpeculationPolicy:
     """Returns the policy that chooses K: the config's table, goodput, or a fixed K.
 
     Args:
       acceptance_kind: the kind of sampling whose acceptance goodput begins with.
-      prior: predicts a step's seconds by bytes and operations; None: unknown devices.
+      prior: returns what predicts a step's seconds by bytes and operations, if the device is known.
     """
     most, kind = config.depth, kind_of_policy(config, decoder.config.rules)
     table = config.num_speculative_tokens_per_batch_size
@@ -55,7 +55,7 @@ def policy_of(
     known = shelf_of(decoder).known()
     num_nodes = {k: drafter.num_nodes(k) for k in range(most + 1)}
     width = product_width if decoder.device.platform == "cpu" else None
-    known.costs.describe(num_nodes, prior, width)
+    known.costs.describe(num_nodes, prior(), width)
     kept = known.acceptance.get(acceptance_kind)
     is_ranked = decoder.config.max_drafts_per_shard is not None
     return Goodput(

@@ -92,9 +92,7 @@ class SamplingParams:
     # the same text under `greedy`, `seeded` and `delta`.
     speculate: bool = True
     verification: VerificationRule | None = None  # this request's own rule; by default the call's
-    self_check: bool = (
-        False  # tests draws against their distribution, see Completion.self_check
-    )
+    self_check: bool = False  # tests draws against their distribution, see Completion.self_check
 
     def __post_init__(self):
         if is_int(self.seed) and self.seed == -1:

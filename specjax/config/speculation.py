@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import itertools
+import math
 import numbers
 import operator
 import os
@@ -26,6 +27,15 @@ DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 MAX_DRAFT_NODES = 255
 
 MAX_DEPTH = 63
+# The largest number that each of these fields may have; the least is 1, or None.
+_MOST = {
+    "max_drafts_per_step": math.inf,
+    "speculation_max_rows": math.inf,
+    "max_model_len": math.inf,
+    "corpus_tokens": math.inf,
+    "draft_tensor_parallel_size": math.inf,
+    "num_draft_nodes": MAX_DRAFT_NODES,
+}
 
 
 def _check_lossy(config: SpeculationConfig) -> None:
@@ -155,6 +165,21 @@ class SpeculationConfig:
         tree = _rank_paths(self.speculative_token_tree)
         object.__setattr__(self, "speculative_token_tree", tree)
         self._set_table()
+        self._check_names()
+        self._check_depth()
+        self._check_growth()
+        if not isinstance(self.parallel_drafting, bool | None):
+            raise ValueError(
+                f"parallel_drafting={self.parallel_drafting!r} must be True, False or None."
+            )
+        check_store_features(self.store_features)
+        self._check_numbers()
+        if self.verification not in VERIFICATION_RULES:
+            raise ValueError(unknown_rule(self.verification))
+        _check_lossy(self)
+
+    def _check_names(self) -> None:
+        """Raises ValueError for a method, policy or model that is none."""
         vllm_json.check_method(self.method)
         if self.policy not in (None, *POLICIES):
             raise ValueError(
@@ -177,54 +202,44 @@ class SpeculationConfig:
                 f"method {self.method!r} without a 'model': name a folder{demo}, or leave 'method' "
                 "out where a drafter is given beside it."
             )
+
+    def _check_depth(self) -> None:
+        """Raises ValueError for a K that cannot be, or a tree that does not go with it."""
         if not is_int(self.depth) or not 0 <= self.depth <= MAX_DEPTH:
             raise ValueError(
                 f"num_speculative_tokens={self.num_speculative_tokens!r} must be a whole number "
                 f"from 0 (no speculation) to {MAX_DEPTH}."
             )
-        if tree is not None and self.depth > max(map(len, tree)):
+        if (tree := self.speculative_token_tree) is None:
+            return
+        if self.depth > max(map(len, tree)):
             raise ValueError(
                 f"num_speculative_tokens={self.num_speculative_tokens!r} is deeper than "
                 f"speculative_token_tree, {max(map(len, tree))}; leave it out or lower it."
             )
-        if tree is not None and self.method in MATCHING:
+        if self.method in MATCHING:
             raise ValueError(
                 "speculative_token_tree is the shape of a draft model's tree; with "
                 f"method {self.method!r} leave it out."
             )
-        self._check_growth()
-        if not isinstance(self.parallel_drafting, bool | None):
+
+    def _check_numbers(self) -> None:
+        """Raises ValueError for a number outside its range."""
+        for name, most in _MOST.items():
+            number = getattr(self, name)
+            if number is not None and not (is_int(number) and 1 <= number <= most):
+                to = "of at least 1" if most == math.inf else f"from 1 to {most}"
+                raise ValueError(f"{name}={number!r} must be a whole number {to}, or None.")
+        matches = self.prompt_lookup_matches
+        if not (is_int(matches) and 1 <= matches <= 16):
             raise ValueError(
-                f"parallel_drafting={self.parallel_drafting!r} must be True, False or None."
+                f"prompt_lookup_matches={matches!r} must be a whole number from 1 to 16."
             )
-        check_store_features(self.store_features)
-        for name in (
-            "max_drafts_per_step",
-            "speculation_max_rows",
-            "max_model_len",
-            "corpus_tokens",
-            "draft_tensor_parallel_size",
-        ):
-            most = getattr(self, name)
-            if most is not None and (not is_int(most) or most < 1):
-                raise ValueError(f"{name}={most!r} must be a whole number of at least 1, or None.")
-        if self.verification not in VERIFICATION_RULES:
-            raise ValueError(unknown_rule(self.verification))
-        _check_lossy(self)
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if not (is_int(low) and is_int(high) and 1 <= low <= high <= 16):
             raise ValueError(
                 f"prompt_lookup_min={self.prompt_lookup_min!r} and "
                 f"prompt_lookup_max={self.prompt_lookup_max!r} must satisfy 1 <= min <= max <= 16."
-            )
-        matches, nodes = self.prompt_lookup_matches, self.num_draft_nodes
-        if not (is_int(matches) and 1 <= matches <= 16):
-            raise ValueError(
-                f"prompt_lookup_matches={matches!r} must be a whole number from 1 to 16."
-            )
-        if nodes is not None and not (is_int(nodes) and 1 <= nodes <= MAX_DRAFT_NODES):
-            raise ValueError(
-                f"num_draft_nodes={nodes!r} must be a whole number from 1 to {MAX_DRAFT_NODES}."
             )
 
     @property

@@ -310,8 +310,7 @@ class Loop:
                 self.check(request)
             except ValueError as error:
                 self.scheduler.waiting.remove(request)
-                request.error = str(error)
-                request.end("error")
+                request.fail(str(error))
                 ended.append(request)
         return ended
 
@@ -451,3 +450,13 @@ def _are_same(one: Any, other: Any) -> bool:
     """Returns whether two trees hold the very same arrays."""
     left, right = jax.tree.leaves(one), jax.tree.leaves(other)
     return len(left) == len(right) and all(a is b for a, b in zip(left, right))
+
+
+def is_added(loop: Loop, request: Request) -> bool:
+    """Queues a request, or ends it with the error where it could never fit; returns which."""
+    try:
+        loop.add(request)
+    except ValueError as error:
+        request.fail(str(error))
+        return False
+    return True

@@ -66,9 +66,7 @@ class Recovery:
         If the device cannot allocate one either, the next step tries again.
         """
         for request in self._run.requests:
-            if not request.is_finished:
-                request.error = INTERRUPTED.format(error=error)
-                request.end("error")
+            request.fail(INTERRUPTED.format(error=error))
         # A second error must not hide the first.
         with contextlib.suppress(Exception):
             self._run.begin()

@@ -236,6 +236,12 @@ class Request:
         if self.text is not None:
             self.shown.append(TextPiece(self.text.finish(), False))
 
+    def fail(self, error: str) -> None:
+        """Ends it with an error, unless it has ended."""
+        if not self.is_finished:
+            self.error = error
+            self.end("error")
+
     def take_step(
         self,
         token_ids: Sequence[int],

@@ -10,7 +10,7 @@ from typing import Any, cast
 import jax
 
 from specjax.api.turns import Turns
-from specjax.engine.loop import Loop
+from specjax.engine.loop import Loop, is_added
 from specjax.engine.request import Request
 from specjax.models.base import Params
 from specjax.rl.decoder import RolloutDecoder
@@ -182,11 +182,7 @@ class Share:
     def take_in(self, loop: Loop) -> None:
         """Gives the loop the requests that were added since the last step."""
         for request in self._taken():
-            try:
-                loop.add(request)
-            except ValueError as error:  # the pool was made smaller by now
-                request.error = str(error)
-                request.end("error")
+            is_added(loop, request)  # else the pool was made smaller by now
 
     def step(self) -> None:
         """Steps once for all rollouts, unless this one is done before its turn comes."""

@@ -14,10 +14,9 @@ import numpy as np
 from specjax.config.checks import is_number
 from specjax.config.keywords import keyword_check
 from specjax.config.sampling import SamplingSource
+from specjax.engine.loop import is_added
 from specjax.models.base import Params
-from specjax.rl.batch import (
-    Rollout,
-)
+from specjax.rl.batch import Rollout
 from specjax.rl.beginning import (
     as_rows,
     begun,
@@ -144,11 +143,7 @@ def rollout(
     ):
         run = Run(loop, handed_at)
         for index in longest_first(requests):
-            try:
-                loop.add(requests[index])
-            except ValueError as error:
-                requests[index].error = str(error)
-                requests[index].end("error")
+            is_added(loop, requests[index])
         deadline = None if time_budget_s is None else begun_at + time_budget_s
         while loop.has_work:
             if deadline is not None and time.perf_counter() >= deadline:

@@ -20,7 +20,7 @@ import numpy as np
 from specjax.config.checks import is_int
 from specjax.config.keywords import keyword_check
 from specjax.config.sampling import SamplingParams, SamplingSource
-from specjax.engine.loop import Loop
+from specjax.engine.loop import Loop, is_added
 from specjax.engine.request import Request
 from specjax.models.base import Params
 from specjax.rl.batch import ERROR, Rollout
@@ -384,11 +384,7 @@ class _State:
         request.keeps_scores = True
         without_text(request)
         self._running[request] = group, sample
-        try:
-            self._loop.add(request)
-        except ValueError as error:
-            request.error = str(error)
-            request.end("error")
+        if not is_added(self._loop, request):
             self._take([request])
 
     # Samples

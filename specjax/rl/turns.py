@@ -17,7 +17,7 @@ import numpy as np
 from specjax.config.checks import is_int, is_number, shown
 from specjax.config.keywords import keyword_check
 from specjax.config.sampling import SamplingParams, SamplingSource
-from specjax.engine.loop import Loop
+from specjax.engine.loop import Loop, is_added
 from specjax.engine.output_text import output_text
 from specjax.engine.request import Request
 from specjax.models.base import Params
@@ -281,11 +281,7 @@ class _Dialogues:
         request.keeps_scores = True
         self.requests[request.number] = request
         self._running[request] = index
-        try:
-            self._loop.add(request)
-        except ValueError as error:
-            request.error = str(error)
-            request.end("error")
+        if not is_added(self._loop, request):
             self._take_ended()
 
     def _take_ended(self) -> None:

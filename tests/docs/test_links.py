@@ -107,6 +107,20 @@ FOR_LAYOUTS = {
     "specjax.models.layouts.operations",
     "specjax.models.layouts.tunix",
 }
+RESULTS = {
+    "specjax.api.comparing.ComparedDrafter",
+    "specjax.api.comparing.Comparison",
+    "specjax.api.results.Chunk",
+    "specjax.api.results.Generation",
+    "specjax.api.results.GenerationStats",
+    "specjax.engine.adapting.AdaptStats",
+    "specjax.engine.lineage.CacheFill",
+    "specjax.engine.request.SelfCheck",
+    "specjax.rl.batch.RolloutTurns",
+    "specjax.rl.gaps.ImportanceWeights",
+    "specjax.rl.policy.PolicyLogProbs",
+    "specjax.rl.stream.RolloutStream",
+}
 FOR_POLICIES = {
     "specjax.decode.bucket.Bucket",
     "specjax.policy.interface.Decision",
@@ -160,7 +174,7 @@ def test_every_public_name_is_in_the_reference():
     public |= {f"specjax.testing.{name}" for name in specjax.testing.__all__}
     of_training = {f"specjax.training.{name}" for name in specjax.training.__all__}
     public |= of_training - {f"specjax.training.{name}" for name in dir(specjax)}
-    public |= FOR_DRAFTERS | FOR_FAMILIES | FOR_LAYOUTS | FOR_POLICIES
+    public |= RESULTS | FOR_DRAFTERS | FOR_FAMILIES | FOR_LAYOUTS | FOR_POLICIES
     family = (*specjax.models._HOME, "blocks", "config_values", "weights")
     public |= {f"specjax.models.{name}" for name in family}
     assert public == {name for name in named if name.startswith("specjax.")}
