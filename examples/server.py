@@ -11,6 +11,7 @@ listens on the loopback interface.
 """
 
 import argparse
+import asyncio
 import json
 import logging
 import time
@@ -20,6 +21,7 @@ import uvicorn
 from chat import prompt_of
 from prometheus import metrics_text
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
@@ -29,6 +31,8 @@ SAMPLING = {"temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "see
 SAMPLING |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"}
 SAMPLING |= {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
 OTHERS = {"model", "prompt", "messages", "stream", "stream_options", "user"}
+MOST_BYTES = 10_000_000  # of a request's body
+LOOK_EVERY_S = 0.5  # whether the client is still there
 LOG = logging.getLogger("uvicorn.error")
 WRONG = ValueError, TypeError, LookupError, RecursionError  # what a request's values raise
 
@@ -37,7 +41,7 @@ def app_of(engine, target):
     """Returns the server of one engine, an ASGI application."""
 
     async def complete(request):
-        body, is_chat = json.loads(await request.body()), "chat" in request.url.path
+        body, is_chat = json.loads(await read(request)), "chat" in request.url.path
         if not isinstance(body, dict):
             raise ValueError("the body must be a JSON object.")
         body.setdefault("max_tokens", body.pop("max_completion_tokens", None))  # its newer name
@@ -56,9 +60,10 @@ def app_of(engine, target):
         shell = {"id": f"specjax-{time.time_ns()}", "created": int(time.time()), "object": kind}
         shell |= {"model": target.name, "choices": []}
         if not is_streamed:
-            return await whole(request, chunks, shell, is_chat)
+            return await unless_left(request, whole(chunks, shell, is_chat))
         named = shell | {"object": kind + ".chunk" * is_chat}
-        first = await anext(chunks)  # what is refused is refused here, before there is a status
+        # What is refused is refused at the first chunk, before there is a status.
+        first = await unless_left(request, anext(chunks))
         events = events_of(first, chunks, named, is_chat, options.get("include_usage"))
         return StreamingResponse(events, media_type="text/event-stream")
 
@@ -72,17 +77,35 @@ def app_of(engine, target):
     routes = [Route(path, complete, methods=["POST"]) for path in paths]
     routes += [Route("/v1/models", models), Route("/metrics", metrics)]
     said = dict.fromkeys(WRONG, failure(400)) | {Exception: failure(500)}
+    said |= {HTTPException: failure()}
     return Starlette(routes=routes, exception_handlers=said)
 
 
-async def whole(request, chunks, shell, is_chat):
-    """Returns all completions in one answer; none to a client that has left."""
+async def read(request):
+    """Returns the body; raises ValueError for one that is too long."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise ValueError(f"the body has more than {MOST_BYTES} bytes.")
+    return body
+
+
+async def unless_left(request, work):
+    """Returns what `work` returns; a client that leaves cancels it, and so aborts its request."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        await asyncio.wait({task}, timeout=LOOK_EVERY_S)
+        if not task.done() and await request.is_disconnected():
+            task.cancel()
+            raise HTTPException(499)
+    return task.result()
+
+
+async def whole(chunks, shell, is_chat):
+    """Returns all completions in one answer."""
     async with aclosing(chunks):
-        done = []
-        async for chunk in chunks:
-            if await request.is_disconnected():
-                break
-            done += [chunk.completion] if chunk.completion else []
+        done = [chunk.completion async for chunk in chunks if chunk.completion]
     choices = [choice_of(each, is_chat, "message") for each in done]
     return JSONResponse(shell | {"choices": choices, "usage": usage_of(done)})
 
@@ -123,11 +146,11 @@ def error_of(error):
     return {"error": {"message": f"{type(error).__name__}: {error}"}}
 
 
-def failure(status):
-    """Returns what answers a request that ended in an error."""
+def failure(status=None):
+    """Returns what answers a request that ended in an error, by default with the error's status."""
 
     async def answer(request, error):
-        return JSONResponse(error_of(error), status)
+        return JSONResponse(error_of(error), status or error.status_code)
 
     return answer
 
@@ -141,7 +164,8 @@ def main(argv=None):
     drafter = args.drafter or ("demo" if args.model == "demo" else "ngram")
     target = specjax.load_model(args.model)
     with specjax.Engine(target, drafter=drafter) as engine:
-        uvicorn.run(app_of(engine, target), port=args.port)  # on 127.0.0.1
+        app = app_of(engine, target)
+        uvicorn.run(app, port=args.port, timeout_graceful_shutdown=1)  # on 127.0.0.1
 
 
 if __name__ == "__main__":

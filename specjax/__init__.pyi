@@ -1,7 +1,8 @@
 """The public names, and where each lives; `__init__.py` imports them on first use."""
 
-# Classes that functions only return are in docs/api/results.md. What authors of drafters import
-# besides is at the end of docs/your-own-drafter.md. Other names may change with any version.
+# Classes that functions only return stand in docs/api, by the modules that they are imported from.
+# What authors of drafters import besides is at the end of docs/your-own-drafter.md. Other names may
+# change with any version.
 
 # Text
 from specjax.api.comparing import compare as compare

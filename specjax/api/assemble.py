@@ -7,7 +7,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from specjax.config.engine import EngineConfig
 from specjax.config.gate import SpeculationGate, gate_tokens
 from specjax.config.keywords import made
 from specjax.config.names import BY_NAME
-from specjax.config.rules import Rule, VerificationRule
+from specjax.config.rules import Rule
 from specjax.config.speculation import SpeculationConfig
 from specjax.configs.devices import of_kind
 from specjax.decode.config import DecoderConfig
@@ -83,18 +83,6 @@ FEWER_PAGES = 0.75  # fraction of the pages to try next after they did not fit
 Planned = TypeVar("Planned")
 
 
-class Options(TypedDict, total=False):
-    """What decodes, and how: arguments that `generate`, `Engine` and `build_decoder` share."""
-
-    drafter: DrafterSource
-    verification: VerificationRule | None
-    num_speculative_tokens: int | None
-    speculative_config: SpeculationConfig | Mapping[str, Any] | str | None
-    engine: EngineConfig | Mapping[str, Any] | None
-    mesh: Mesh | None
-    mesh_axes: MeshAxisMap | None
-
-
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """Loaded models and settings, before the requests are known.
@@ -125,12 +113,18 @@ class Setup:
     def of(
         cls,
         target: Model | str | os.PathLike[str],
-        **options: Unpack[Options],
+        *,
+        drafter: DrafterSource = None,
+        verification: str | None = None,
+        num_speculative_tokens: int | None = None,
+        speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
+        engine: EngineConfig | Mapping[str, Any] | None = None,
+        mesh: Mesh | None = None,
+        mesh_axes: MeshAxisMap | None = None,
     ) -> Setup:
-        """Loads target and drafter and returns the setup."""
-        mesh = sharding.automatic(mapped(options.get("mesh"), options.get("mesh_axes")))
-        # What is misspelt is said before loading.
-        engine = made(EngineConfig, options.get("engine"), "engine")
+        """Loads target and drafter and returns the setup; arguments as of `generate`."""
+        mesh = sharding.automatic(mapped(mesh, mesh_axes))
+        engine = made(EngineConfig, engine, "engine")  # what is misspelt is said before loading
         model = load_target(target, mesh)
         if mesh is not None:
             sharding.validate(model.config, mesh)
@@ -143,8 +137,8 @@ class Setup:
             )
         loaded, speculation = _choose_drafter(
             model,
-            options.get("drafter"),
-            _speculation(options),
+            drafter,
+            _speculation(speculative_config, verification, num_speculative_tokens),
             own,
             mesh,
         )
@@ -672,10 +666,10 @@ def _warn_of_context(target: Model, engine: EngineConfig) -> None:
         )
 
 
-def _speculation(options: Options) -> SpeculationConfig:
+def _speculation(
+    given: Any, verification: str | None, num_speculative_tokens: int | None
+) -> SpeculationConfig:
     """Returns the config of vLLM's JSON, overridden by the arguments."""
-    given, verification = options.get("speculative_config"), options.get("verification")
-    num_speculative_tokens = options.get("num_speculative_tokens")
     if given is None:
         config = SpeculationConfig()
     elif isinstance(given, SpeculationConfig):

@@ -147,7 +147,7 @@ class Engine:
         self._new: collections.deque[Request] = collections.deque()
         self._to_end: collections.deque[_Ending] = collections.deque()
         self._num_added = 0
-        self._totals = Totals()
+        self._totals = Totals(time.perf_counter())
         self._alarm = AcceptanceAlarm(setup.drafter, setup.speculation.verification)
 
     @checks_keywords

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import itertools
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 from jax.sharding import Mesh
 
 from specjax.api.acceptance_alarm import AcceptanceAlarm
-from specjax.api.assemble import Options, Setup, acceptance_kind
+from specjax.api.assemble import Setup, acceptance_kind
 from specjax.api.requests import Prompt, as_list
 from specjax.api.results import (
     Chunk,
@@ -138,9 +139,9 @@ class Stream:
         policy: SpeculationPolicy | None = None,
         progress: bool | Report | None = None,
         is_streamed: bool = False,
-        **options: Unpack[Options],
+        **options: Any,  # of `Setup.of`
     ):
-        self._totals = Totals()
+        self._begun_at = time.perf_counter()
         compilation_cache.enable()
         self._progress, self._is_streamed = Progress(progress), is_streamed
         with contextlib.closing(self._progress):
@@ -182,11 +183,9 @@ class Stream:
                     self._progress.report("tokens", num_tokens, total)
         finally:
             self._progress.close()
-            self._totals.add(self._requests)
-            self._totals.look_at(self._loop)
         self._setup.keep(self._loop)
         alarm = AcceptanceAlarm(self._setup.drafter, self._setup.speculation.verification)
-        alarm.look(self._totals.acceptance)
+        alarm.look(self._totals().acceptance)
 
     def result(self) -> Generation:
         """Returns what `generate` returns, after running the rest."""
@@ -194,6 +193,14 @@ class Stream:
             pass
         done = [completion_of(request) for request in self._requests] + self._failed
         done.sort(key=lambda completion: (completion.prompt_index, completion.sample_index))
-        stats = self._totals.stats(self._setup, self._loop.records, self_check=self_check_of(done))
-        num_prompts = len({completion.prompt_index for completion in done})
-        return Generation(done, dataclasses.replace(stats, num_prompts=num_prompts))
+        checked = self_check_of(done)
+        stats = self._totals().stats(self._setup, self._loop.records, self_check=checked)
+        return Generation(done, stats)
+
+    def _totals(self) -> Totals:
+        totals = Totals(self._begun_at)
+        for _, samples in itertools.groupby(self._requests, lambda each: each.prompt_index):
+            totals.add([*samples])
+        totals.num_prompts += len({each.prompt_index for each in self._failed})
+        totals.look_at(self._loop)
+        return totals

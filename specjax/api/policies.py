@@ -57,7 +57,7 @@ def policy_of(
     width = product_width if decoder.device.platform == "cpu" else None
     known.costs.describe(num_nodes, prior(), width)
     kept = known.acceptance.get(acceptance_kind)
-    is_ranked = decoder.config.max_drafts_per_shard is not None
+    is_bounded = decoder.config.max_drafts_per_shard is not None
     return Goodput(
         most,
         known.costs,
@@ -65,7 +65,7 @@ def policy_of(
         depths=(most,) if drafter.is_tree else None,
         # Ranked slots would make rows depend on each other's draws under rules that compare
         # distributions; slots of trees are counted by node.
-        ranks=not (drafter.is_tree or decoder.config.rules or is_ranked),
+        ranks=not (drafter.is_tree or decoder.config.rules or is_bounded),
         knows_confidence=drafter.has_probs,
         ledger=known.ledgers.get(acceptance_kind),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,19 +14,19 @@ from specjax.engine.request import AcceptanceCounts, Request
 
 
 class Totals:
-    """Sums over finished requests, and what their loop said of itself last."""
+    """Sums over finished requests since a value of time.perf_counter()."""
 
-    def __init__(self):
-        self._begun_at = time.perf_counter()
+    def __init__(self, begun_at: float):
+        self._begun_at = begun_at
         self.acceptance = AcceptanceCounts()
-        self._num_prompts = self._num_prompt_tokens = self._num_output_tokens = 0
+        self.num_prompts = self._num_prompt_tokens = self._num_output_tokens = 0
         self._first_token_at: float | None = None
         self._lossy: set[str] = set()
         self._of_loop = dict(run_s=0.0, compile_s=0.0, num_preemptions=0)
 
     def add(self, samples: Sequence[Request]) -> None:
         """Adds the samples of one prompt, which have ended."""
-        self._num_prompts += 1
+        self.num_prompts += 1
         for request in samples:
             self._num_prompt_tokens += len(request.prompt_token_ids)
             self._num_output_tokens += len(request.output_token_ids)
@@ -51,7 +50,7 @@ class Totals:
         """
         first = self._first_token_at
         return GenerationStats(
-            num_prompts=self._num_prompts,
+            num_prompts=self.num_prompts,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             acceptance=copy.deepcopy(self.acceptance),

@@ -101,11 +101,32 @@ def closest(name: str, known: Iterable[str], similarity: float = SIMILARITY) -> 
     return found[0] if found else None
 
 
+# Classes that functions return, which are no names of `specjax`; docs/api/results.md has them.
+RETURNED = {
+    "AdaptStats": "specjax.engine.adapting",
+    "AdapterState": "specjax.training",
+    "AdapterStats": "specjax.training",
+    "CacheFill": "specjax.engine.lineage",
+    "Chunk": "specjax.api.results",
+    "ComparedDrafter": "specjax.api.comparing",
+    "Comparison": "specjax.api.comparing",
+    "Generation": "specjax.api.results",
+    "GenerationStats": "specjax.api.results",
+    "ImportanceWeights": "specjax.rl.gaps",
+    "PolicyLogProbs": "specjax.rl.policy",
+    "RolloutStream": "specjax.rl.stream",
+    "RolloutTurns": "specjax.rl.batch",
+    "SelfCheck": "specjax.engine.request",
+}
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Returns " (did you mean ...?)" for a misspelt name, or what is here in place of a name of
     ELSEWHERE; else nothing."""
     if name in ELSEWHERE:
         return f" ({ELSEWHERE[name]})"
+    if name in RETURNED:
+        return f" (from {RETURNED[name]} import {name})"
     meant = closest(name, known)
     return "" if meant is None else f" (did you mean {meant!r}?)"
 

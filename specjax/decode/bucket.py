@@ -47,13 +47,15 @@ class StepKey(NamedTuple):
         return self.kind == BURST and bucket is not None and not bucket.num_speculative_tokens
 
     def __str__(self) -> str:
+        fed = ""
+        if self.prompts is not None:
+            fed = f"{self.prompts.num_tokens} prompt tokens in {self.prompts.places} places"
         if self.bucket is None:
-            fed = "" if self.prompts is None else f" of {self.prompts.num_tokens} tokens"
-            return f"{self.kind}{fed}"
+            return f"{self.kind} of {fed or self.count}"
         step = f"{self.bucket.rows} rows at K = {self.bucket.num_speculative_tokens}"
-        if self.prompts is None:
-            return f"a burst of {step}"
-        return f"a step of {step} beside {self.prompts.num_tokens} prompt tokens"
+        if self.bucket.max_drafts is not None:
+            step += f" and {self.bucket.max_drafts} drafts"
+        return f"a step of {step} beside {fed}" if fed else f"a burst of {step}"
 
 
 def standing_row_buckets(rows: int, num_shards: int = 1) -> list[int]:

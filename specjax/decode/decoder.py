@@ -14,7 +14,7 @@ from jax import Array
 
 from specjax.decode.bucket import BURST, MIXED, Bucket, StepKey
 from specjax.decode.config import DecoderConfig
-from specjax.decode.executables import Executables, burst_compile_s, read_s
+from specjax.decode.executables import Caller, Executables, burst_compile_s, read_s
 from specjax.decode.kv_scales import kv_scales_of
 from specjax.decode.made_weights import MadeWeights, made_weights
 from specjax.decode.score import Scores
@@ -31,7 +31,7 @@ from specjax.types import BurstPlan, DecoderParams, HostArray, StepInfo
 MOST_DRAFTING = 16  # decoders with a drafter that a process keeps, and as many plain ones
 
 
-class Decoder(Steps):
+class Decoder(Steps, Caller):
     """Runs the steps of one configuration.
 
     Every executable is compiled ahead of its first call, so that seconds of compilation are
@@ -119,7 +119,7 @@ class Decoder(Steps):
     def admit(self, state: DecodeState, admission: Admission) -> DecodeState:
         """Runs `specjax.decode.state.admit`, one executable per number of places. Donates the
         state."""
-        (state,) = self.executables(self.admit_step(len(admission.row_ids)), state, admission)
+        (state,) = self.executables(self, self.admit_step(len(admission.row_ids)), state, admission)
         return state
 
     def prefill(
@@ -141,7 +141,7 @@ class Decoder(Steps):
           The state, and an i32[] to wait for until the device is done.
         """
         step = self.prefill_step(params, self._prompts(row_ids, num_tokens))
-        return self.executables(step, state, params, block_table, row_ids, counts)
+        return self.executables(self, step, state, params, block_table, row_ids, counts)
 
     def burst(
         self,
@@ -160,7 +160,9 @@ class Decoder(Steps):
         """
         bucket = self._bucket(plan, num_speculative_tokens, max_drafts)
         runs, params, own = self._at_home(params, state, bucket)
-        own, report, num_run = runs.executables(runs.burst_step(params, bucket), own, params, plan)
+        own, report, num_run = runs.executables(
+            self, runs.burst_step(params, bucket), own, params, plan
+        )
         # A plain burst runs beside the drafter's state, which it does not touch.
         after = own if runs is self else dataclasses.replace(own, drafter=state.drafter)
         return after, report, num_run
@@ -187,14 +189,14 @@ class Decoder(Steps):
         """
         bucket = self._bucket(plan, num_speculative_tokens, max_drafts)
         step = self.mixed_step(params, bucket, self._prompts(row_ids, num_tokens))
-        return self.executables(step, state, params, plan, row_ids, counts)
+        return self.executables(self, step, state, params, plan, row_ids, counts)
 
     def remember(self, state: DecodeState, pieces: Pieces) -> DecodeState:
         """Passes pieces of text from the host to the drafter, one executable per number of pieces.
 
         The drafter must take text (`DrafterSpec.takes_text`). Donates the state.
         """
-        (state,) = self.executables(self.remember_step(len(pieces.counts)), state, pieces)
+        (state,) = self.executables(self, self.remember_step(len(pieces.counts)), state, pieces)
         return state
 
     def score(
@@ -210,11 +212,11 @@ class Decoder(Steps):
         Donates the state, and returns it unchanged.
         """
         step = self.score_step(params, len(history))
-        return self.executables(step, state, params, history, num_tokens, sampling)
+        return self.executables(self, step, state, params, history, num_tokens, sampling)
 
     def _bucket(self, plan: BurstPlan, depth: int, max_drafts: int | None) -> Bucket:
         rows = self.sizes.rows if plan.row_ids is None else len(plan.row_ids)
-        return Bucket(rows, depth, max_drafts)
+        return Bucket(rows, depth, max_drafts if depth else None)
 
     def _prompts(self, row_ids: HostArray, num_tokens: int) -> PromptShape:
         return PromptShape(len(row_ids) // self.num_shards, num_tokens)
@@ -349,16 +351,6 @@ class Decoder(Steps):
         if jax.default_backend() != "cpu":
             return False
         return any(each.background.ran_between(start, end) for each in self._both)
-
-    @property
-    def compile_s(self) -> float:
-        """Seconds for which calls waited until their executables were compiled or read."""
-        return sum(each.compile_s for each in self._both)
-
-    @property
-    def num_warm_ups(self) -> int:
-        """Calls that were among the first of their executable."""
-        return sum(each.num_warm_ups for each in self._both)
 
     @property
     def burst_compile_s(self) -> float:

@@ -13,7 +13,6 @@ import numpy as np
 from specjax.decode import executable_store
 from specjax.decode.background import Background
 from specjax.decode.bucket import BURST, StepKey
-from specjax.decode.compiler_options import burst_options
 from specjax.decode.compiling import tell
 from specjax.decode.state import DecodeState
 from specjax.decode.steps import Step, Steps
@@ -35,19 +34,34 @@ WARM_UP_CALLS = 2
 
 
 class TooLarge(Exception):
-    """An executable could not be compiled for lack of memory."""
+    """An executable could not be compiled for lack of memory.
+
+    Attributes:
+      key: of the step.
+      why: what the compiler said.
+    """
 
     def __init__(self, key: StepKey, error: Exception):
         super().__init__(f"{key} does not fit in memory: {error}")
-        self.key = key
+        self.key, self.why = key, str(error)
+
+
+class Caller:
+    """Whoever runs executables, which others may run too.
+
+    Attributes:
+      compile_s: seconds for which its calls waited until their executables were compiled or read.
+      num_warm_ups: its calls that were among the first of their executable: see WARM_UP_CALLS.
+    """
+
+    compile_s = 0.0
+    num_warm_ups = 0
 
 
 class Executables:
     """The executables of some steps, one for each step and form of weights and drafter's state.
 
     Attributes:
-      compile_s: seconds for which calls waited until their executables were compiled or read.
-      num_warm_ups: calls that were among the first of their executable: see WARM_UP_CALLS.
       runs: the executables, by key, form of the weights and structure of the drafter's state.
       background: what is being compiled beside the caller.
     """
@@ -55,18 +69,17 @@ class Executables:
     def __init__(self, steps: Steps):
         self._steps = steps
         self.runs: dict[tuple, Callable] = {}
-        self.compile_s, self.num_warm_ups = 0.0, 0
         self.background = Background()
         self._compile_s: dict[StepKey, float] = {}  # of executables that were not in the store
         self._num_calls: collections.Counter[tuple] = collections.Counter()
         self._stored: dict[tuple, int | None] = {}  # size in bytes of each burst in the store
         self._read = np.zeros(2)  # total bytes read from the store, and seconds that took
-        self._weights_signature: tuple = ()
-        self.signed: DecoderParams | None = None  # the weights of `_weights_signature`
+        # The weights that ran last, and their signature: one value, as threads read it.
+        self._signed: tuple[DecoderParams | None, tuple] = None, ()
 
     @in_own_settings
-    def __call__(self, step: Step, state: DecodeState, *arguments: Any) -> Any:
-        """Runs a step, compiled on its first use. Donates the state.
+    def __call__(self, caller: Caller, step: Step, state: DecodeState, *arguments: Any) -> Any:
+        """Runs a step for a caller, compiled on its first use. Donates the state.
 
         Raises:
           TooLarge: compilation ran out of memory. It and DrafterError leave the state
@@ -82,9 +95,9 @@ class Executables:
                 if name not in self.runs:
                     self._make(name, step, state, *arguments)
             finally:
-                self.compile_s += time.perf_counter() - start
+                caller.compile_s += time.perf_counter() - start
         self._num_calls[name] += 1
-        self.num_warm_ups += self._num_calls[name] <= WARM_UP_CALLS
+        caller.num_warm_ups += self._num_calls[name] <= WARM_UP_CALLS
         return self.runs[name](state, *arguments)
 
     def prepare(self, step: Step, state: DecodeState, params: DecoderParams, *others: Any) -> None:
@@ -136,7 +149,12 @@ class Executables:
     def let_go(self, params: DecoderParams | None = None) -> None:
         """Drops references to all weights but `params`, so that their owner can free the memory."""
         if self.signed is not params:
-            self.signed = None
+            self._signed = None, ()
+
+    @property
+    def signed(self) -> DecoderParams | None:
+        """The weights that ran last, unless they were let go."""
+        return self._signed[0]
 
     def _make(
         self,
@@ -162,7 +180,7 @@ class Executables:
                 lowered = self._steps.lower(step, *inputs, name=file)
                 if not goes_on():
                     return
-                options = compiler_options(self._steps, step.key.kind)
+                options = self._steps.compiler_options(step.key.kind)
                 run, is_new = executable_store.compile_new(file, lowered, options)
             except Exception as error:  # XLA's, of a class that differs by version
                 if OUT_OF_MEMORY in str(error):
@@ -195,12 +213,15 @@ class Executables:
 
     def _signature_of(self, params: DecoderParams | None) -> tuple:
         """Returns shapes and dtypes of the weights, which are part of an executable's name."""
-        if params is not None and params is not self.signed:
+        if params is None:
+            return ()
+        signed, signature = self._signed
+        if signed is not params:
             own = lambda x: (x.heads_axis, x.array.shape) if is_view(x) else x.shape
             matrices = [(own(x), x.dtype) for x in matrices_of(params)]
-            self._weights_signature = (*matrices, *self._other_device_of(params))
-            self.signed = params
-        return () if params is None else self._weights_signature
+            signature = (*matrices, *self._other_device_of(params))
+            self._signed = params, signature
+        return signature
 
     def _other_device_of(self, params: DecoderParams) -> tuple[int, ...]:
         """Returns the number of the device that weights lie on, if it is not the usual one."""
@@ -213,7 +234,9 @@ class Executables:
 
 def burst_compile_s(*executables: Executables) -> float:
     """Returns the mean seconds to compile a burst; USUAL_COMPILE_S before the first."""
-    seconds = [s for each in executables for key, s in each._compile_s.items() if key.kind == BURST]
+    # Copies: threads that compile add to them.
+    compiled = [pair for each in executables for pair in each._compile_s.copy().items()]
+    seconds = [s for key, s in compiled if key.kind == BURST]
     return sum(seconds) / len(seconds) if seconds else USUAL_COMPILE_S
 
 
@@ -226,11 +249,6 @@ def read_s(num_bytes: int, *executables: Executables) -> float:
     usual = USUAL_READ_BYTES * np.array([1.0, USUAL_READ_S])
     read_bytes, seconds = sum((each._read for each in executables), usual)
     return num_bytes * float(seconds / read_bytes)
-
-
-def compiler_options(steps: Steps, kind: str) -> dict[str, Any] | None:
-    """Returns XLA's options for steps of a kind."""
-    return burst_options(steps.device, steps.mesh) if kind == BURST else None
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

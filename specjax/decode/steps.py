@@ -27,6 +27,7 @@ from specjax.decode.bucket import (
     StepKey,
 )
 from specjax.decode.burst import burst
+from specjax.decode.compiler_options import burst_options
 from specjax.decode.config import DecoderConfig
 from specjax.decode.kept import KeptShape
 from specjax.decode.mixed import mixed_step
@@ -231,6 +232,10 @@ class Steps:
         named = by_name(dict(self.engine_config.kernels).items())
         with sharding.lowered(self.mesh), named, trusting(self.config.trusted_kernels):
             return jax.jit(run, donate_argnums=0).lower(state, *arguments)
+
+    def compiler_options(self, kind: str) -> dict[str, Any] | None:
+        """Returns XLA's options for steps of a kind."""
+        return burst_options(self.device, self.mesh) if kind == BURST else None
 
     def inputs_of(
         self,

@@ -129,7 +129,8 @@ class Faults:
         else:
             raise error
         warnings.warn(
-            f"{what} is dropped for this run; it goes on with {instead}: {error}. Lower "
+            f"{what} is dropped for this run, for lack of memory; it goes on with {instead}: "
+            f"{error.why}. Lower "
             "max_rows, num_speculative_tokens or num_pages to have room.",
             stacklevel=of_the_caller(),
         )

@@ -15,7 +15,6 @@ from jax.sharding import Mesh, PartitionSpec
 from specjax.decode.bucket import BURST, MIXED, PREFILL, Bucket
 from specjax.decode.compiler_options import compile_with
 from specjax.decode.config import DecoderConfig
-from specjax.decode.executables import compiler_options
 from specjax.decode.sizes import PromptShape
 from specjax.decode.state import DecodeState
 from specjax.decode.steps import Step, Steps
@@ -109,7 +108,7 @@ class AbstractDecoder(Steps):
         """Compiles a step with the options of the decoder that runs it, but on a CPU."""
         if self.device.platform == "cpu":
             return lowered.compile(compiler_options=_CPU_OPTIONS)
-        return compile_with(lowered, compiler_options(self, kind))
+        return compile_with(lowered, self.compiler_options(kind))
 
     @property
     def abstract_state(self) -> DecodeState:

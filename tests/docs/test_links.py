@@ -14,6 +14,7 @@ from pages import DOCS, PAGES, ROOT, blocks_of, found_under, name_of
 import specjax
 import specjax.models
 import specjax.testing
+from specjax.config import names
 
 PAGES = [*PAGES, ROOT / "pallas_kernels" / "README.md", ROOT / "specjax" / "demo" / "README.md"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -107,20 +108,7 @@ FOR_LAYOUTS = {
     "specjax.models.layouts.operations",
     "specjax.models.layouts.tunix",
 }
-RESULTS = {
-    "specjax.api.comparing.ComparedDrafter",
-    "specjax.api.comparing.Comparison",
-    "specjax.api.results.Chunk",
-    "specjax.api.results.Generation",
-    "specjax.api.results.GenerationStats",
-    "specjax.engine.adapting.AdaptStats",
-    "specjax.engine.lineage.CacheFill",
-    "specjax.engine.request.SelfCheck",
-    "specjax.rl.batch.RolloutTurns",
-    "specjax.rl.gaps.ImportanceWeights",
-    "specjax.rl.policy.PolicyLogProbs",
-    "specjax.rl.stream.RolloutStream",
-}
+RESULTS = {f"{home}.{name}" for name, home in names.RETURNED.items()}
 FOR_POLICIES = {
     "specjax.decode.bucket.Bucket",
     "specjax.policy.interface.Decision",

@@ -13,6 +13,7 @@ import specjax
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.decode import absorb, burst, mixed
+from specjax.decode.bucket import Bucket
 from specjax.decode.decoder import shared_decoder
 from specjax.drafters.spec import NgramDrafter
 from specjax.engine import run_state
@@ -265,7 +266,7 @@ def test_k_0_without_taps_is_one_executable_for_all(target):
     with specjax.Engine(target, drafter=CHAIN, engine=ENGINE) as engine:
         decoder = engine._loop._run.decoder
         state = engine._loop._run.device_state
-        assert decoder._plain_of(state) is decoder.plain is not decoder
+        assert decoder._home(state, Bucket(2, 0)) is decoder.plain is not decoder
         assert decoder.step_spec(3).taps == ()
 
 

@@ -10,7 +10,7 @@ import pytest
 import specjax
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
-from specjax.decode import decoder as decoder_module
+from specjax.decode import steps as steps_module
 from specjax.drafters.base import Drafter, DrafterContext, DrafterSpec
 from specjax.drafters.spec import NgramDrafter
 from specjax.heads.loading import LoadedDrafter
@@ -180,7 +180,7 @@ def test_a_burst_that_does_not_fit_is_dropped(target, plain, stage, monkeypatch)
     # One of its own, of which nothing is compiled yet.
     page_size = {"lower": 16, "compile": 32}[stage]
     engine = dataclasses.replace(ENGINE, row_buckets=(1,), page_size=page_size)
-    right, too_large = decoder_module.burst, []
+    right, too_large = steps_module.burst, []
     out_of_memory = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     def burst(spec, max_steps, params, state, plan, **arguments):
@@ -200,7 +200,7 @@ def test_a_burst_that_does_not_fit_is_dropped(target, plain, stage, monkeypatch)
             raise out_of_memory
         return compile_it(lowered, *arguments, **options)
 
-    monkeypatch.setattr(decoder_module, "burst", burst)
+    monkeypatch.setattr(steps_module, "burst", burst)
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_if_it_fits)
     fixed = {"policy": "fixed"}
     with pytest.warns(UserWarning, match="RESOURCE_EXHAUSTED") as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import contextlib
 import http.client
@@ -295,7 +296,8 @@ def test_a_server_refuses_and_goes_on(served):
     assert got == wrong
     for body in ("{}", '{"messages": [{"role": "user"}]}'):
         assert asked(port, "/v1/chat/completions", body)[0] == 400
-    assert asked(port, "/nowhere")[0] == 404
+    status, text = asked(port, "/nowhere")
+    assert (status, json.loads(text)["error"]["message"]) == (404, "HTTPException: 404: Not Found")
     assert not engine.has_work
 
 
@@ -312,6 +314,37 @@ def test_an_error_of_the_engine_is_an_answer(is_streamed):
     assert status == (200 if is_streamed else 500)
     said = {"error": {"message": "RuntimeError: the device is gone"}}
     assert json.loads(text.rstrip().rpartition("data: ")[2]) == said
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_client_that_leaves_before_the_first_token_aborts_its_request(is_streamed):
+    begun, ended = threading.Event(), threading.Event()
+
+    class Engine:
+        async def astream(self, *_, **__):
+            try:
+                begun.set()
+                await asyncio.sleep(60)
+                yield
+            finally:
+                ended.set()
+
+    with listening(Engine(), specjax.load_model("demo")) as port:
+        leaves = http.client.HTTPConnection("127.0.0.1", port)
+        leaves.request(
+            "POST", "/v1/completions", f'{{"prompt": "a", "stream": {is_streamed}}}'.lower()
+        )
+        assert begun.wait(30)
+        leaves.close()
+        assert ended.wait(30)
+
+
+def test_a_body_that_is_too_long_is_refused(monkeypatch):
+    monkeypatch.setattr(server, "MOST_BYTES", 10)
+    with listening(None, specjax.load_model("demo")) as port:
+        status, text = asked(port, "/v1/completions", '{"prompt": "abc"}')
+    assert status == 400
+    assert "more than 10 bytes" in text
 
 
 @pytest.mark.full

@@ -113,7 +113,6 @@ def test_noise_is_within_2_ulp_of_float64():
         assert ulps(noise, exact)[exact > 7].max() < 1
 
 
-@pytest.mark.full
 def test_bits_and_units_of_a_kernel_are_equal(has_races):
     keys = jnp.asarray([[0, 0], [1, 2], [2**32 - 1, 2**31], [7, 2**32 - 1]], jnp.uint32)
     shape = len(keys), 256
@@ -231,7 +230,6 @@ def test_invalid_rows_are_token_0_and_touch_no_other(implementation):
     assert jnp.isfinite(sample.logprobs[6:]).all()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_the_lowest_of_equals_is_chosen(implementation):
     arguments, options = make_inputs(EXAMPLES["ties"])

@@ -226,7 +226,6 @@ def test_other_rows_and_the_width_of_the_table_change_no_bits(num_new):
     np.testing.assert_array_equal(moved[:num_new], expected[:num_new])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("page_size", [8, 32, 64])
 def test_page_size_changes_no_bits(page_size):
     example = Example(lengths=(70, 33, 129), num_new=(3, 3, 3), page_size=16)

@@ -107,7 +107,6 @@ def typical_by_loop(shape, tokens, num_tokens, target, choices, epsilon, delta):
     return best, choices[best[-1] if best else 0]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("shape", SHAPES, ids=ids)
 def test_typical_tokens(shape):
     rng = np.random.default_rng(1)

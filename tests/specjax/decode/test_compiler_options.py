@@ -8,7 +8,7 @@ import pytest
 from helpers import tiny_llama
 
 import specjax
-from specjax.decode import decoder
+from specjax.decode import executable_store, steps
 from specjax.decode.compiler_options import burst_options, compile_with
 
 GRAPHS = "xla_gpu_enable_command_buffer"
@@ -76,9 +76,9 @@ def test_bursts_get_them_and_other_steps_do_not(monkeypatch):
         given.setdefault(lowered.as_text()[:200], []).append(options)
         return lowered.compile(), False
 
-    monkeypatch.setattr(decoder, "burst_options", lambda device, mesh: {GRAPHS: "WHILE"})
-    monkeypatch.setattr(decoder.executable_store, "compile_new", compile_new)
-    monkeypatch.setattr(decoder.executable_store, "load", lambda name, inputs: None)
+    monkeypatch.setattr(steps, "burst_options", lambda device, mesh: {GRAPHS: "WHILE"})
+    monkeypatch.setattr(executable_store, "compile_new", compile_new)
+    monkeypatch.setattr(executable_store, "load", lambda name, inputs: None)
     target = tiny_llama(0, vocab_size=53)
     specjax.generate(target, [[1, 2, 3]], sampling=specjax.SamplingParams(max_tokens=3))
     bursts = [options for text, options in given.items() if "jit_burst" in text]

@@ -153,13 +153,13 @@ def test_a_second_process_traces_no_step(tmp_path):
     script = textwrap.dedent("""
         import sys
         import specjax
-        from specjax.decode.decoder import Decoder
+        from specjax.decode.steps import Steps
 
-        traced, lower = [], Decoder._lower
-        def counted(self, key, *arguments, **options):
-            traced.append(key)
-            return lower(self, key, *arguments, **options)
-        Decoder._lower = counted
+        traced, lower = [], Steps.lower
+        def counted(self, step, *arguments, **options):
+            traced.append(step.key)
+            return lower(self, step, *arguments, **options)
+        Steps.lower = counted
         out = specjax.generate(
             "demo",
             "def f(",

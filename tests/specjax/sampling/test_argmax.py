@@ -233,8 +233,10 @@ def scaled_of(kind, seed=0):
     return jnp.asarray(values - values.max(axis=1, keepdims=True))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "equal", "masked", "last"])
+FEW_KINDS = ["flat", "peaked", "ties", "equal", "masked", "last"]
+
+
+@pytest.mark.parametrize("kind", quick(FEW_KINDS, "flat", "ties"))
 @pytest.mark.parametrize("top_k", [1, 50, 64, 65, 300, 2047, 2048, 2049, 5002, 5003])
 def test_top_k_of_the_few_is_that_of_all(kind, top_k):
     scaled = scaled_of(kind)
@@ -245,9 +247,7 @@ def test_top_k_of_the_few_is_that_of_all(kind, top_k):
     assert np.all(is_enough) or top_k > argmax.FEW
 
 
-@pytest.mark.parametrize(
-    "kind", quick(["flat", "peaked", "ties", "equal", "masked", "last"], "flat", "ties")
-)
+@pytest.mark.parametrize("kind", quick(FEW_KINDS, "flat", "ties"))
 @pytest.mark.parametrize("top_k", quick([0, 40], 40))
 @pytest.mark.parametrize("min_p", [0.0, 0.01])
 def test_top_p_of_the_few_is_that_of_all(kind, top_k, min_p):

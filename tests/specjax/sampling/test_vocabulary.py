@@ -170,7 +170,6 @@ def test_logprobs_of_slices(name):
     assert (whole.raw != 0).any()
 
 
-@pytest.mark.full
 @options
 def test_target_probs_of_slices(name):
     params = OPTIONS[name]
