@@ -18,7 +18,7 @@ from specjax.models import sharding
 from specjax.models.base import ModelConfig, Params
 from specjax.training.drafts import Kind
 from specjax.training.objective import Objective, Sums, loss_of
-from specjax.training.texts import Target, TargetStates, TextBatch, target_states
+from specjax.training.texts import Along, Target, TextBatch, states_along
 
 MOST_DEPTH = 8  # draft tokens per position that a drafter in use learns, where none are said
 
@@ -53,26 +53,14 @@ class Learner:
           key: of what is drawn, as the roots of blocks; None: drafts after every token.
         """
         target = Target(self.target, jax.lax.stop_gradient(target_params))
-        states = target_states(target, text, self.kind.taps(self.config))
-        return self.loss_along(params, target, text, states, key)
+        along = states_along(target, text, self.kind.taps(self.config))
+        return self.loss_along(params, along, key)
 
-    def loss_along(
-        self,
-        params: Params,
-        target: Target,
-        text: TextBatch,
-        states: TargetStates,
-        key: Array | None,
-    ) -> tuple[Array, Sums]:
-        """Returns what `loss` does, along texts whose hidden states are known.
-
-        Args:
-          target: no gradient reaches its weights.
-          states: of the layers that the kind reads.
-        """
+    def loss_along(self, params: Params, along: Along, key: Array | None) -> tuple[Array, Sums]:
+        """Returns what `loss` does, along texts whose hidden states are known."""
         own = cast(params, self.dtype)
-        drafts = self.kind.propose(own, self.config, target, text, states, self.depth, key)
-        return loss_of(self.objective, target, text, states, drafts)
+        drafts = self.kind.propose(own, self.config, along, self.depth, key)
+        return loss_of(self.objective, along, drafts)
 
 
 class LearningState(NamedTuple):

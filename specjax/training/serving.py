@@ -32,7 +32,7 @@ from specjax.models.base import ModelConfig, Params, resolve_taps
 from specjax.training import figures, learning
 from specjax.training.kinds import kind_of_spec
 from specjax.training.objective import Objective, Sums, check_is_objective
-from specjax.training.texts import LEAST_TOKENS, Target, TargetStates, TextBatch
+from specjax.training.texts import LEAST_TOKENS, Along, Target, TextBatch
 
 # An update is dropped if the loss of its own texts rises by more than this share of it, and by more
 # nats than this.
@@ -293,9 +293,10 @@ class WindowLearner:
         target = Target(learner.target, jax.lax.stop_gradient(target_params))
         # What a window held before may be NaN, and stands behind the text.
         kept = [jnp.where(text.is_text[..., None], each[windows], 0) for each in states]
-        along = TargetStates(tuple(kept[place] for place in self._places), kept[self._output])
+        taps = tuple(kept[place] for place in self._places)
+        along = Along(target, text, taps, kept[self._output])
         key = jax.random.fold_in(jax.random.key(self._settings.seed), step)
-        loss = lambda own: learner.loss_along(own | fixed, target, text, along, key)
+        loss = lambda own: learner.loss_along(own | fixed, along, key)
         (before, sums), gradients = jax.value_and_grad(loss, has_aux=True)(own)
         new, new_state, is_applied = learning.applied(
             self._settings.optimizer, gradients, opt_state, own

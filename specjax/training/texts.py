@@ -71,19 +71,22 @@ class Target:
         return family_of(self.config).logits(self.params, self.config, hidden, None)
 
 
-class TargetStates(NamedTuple):
-    """Hidden states of the target along texts, [rows, length, hidden_size] each.
+class Along(NamedTuple):
+    """Texts, and the target's hidden states along them, [rows, length, hidden_size] each.
 
     Attributes:
+      target: no gradient reaches its weights.
       taps: of the layers that the drafter reads.
       hidden: the normed output, which the target's head reads.
     """
 
+    target: Target
+    text: TextBatch
     taps: tuple[Array, ...]
     hidden: Array
 
 
-def target_states(target: Target, text: TextBatch, taps: tuple[int, ...]) -> TargetStates:
+def states_along(target: Target, text: TextBatch, taps: tuple[int, ...]) -> Along:
     """Returns what the target computes along texts; no gradient passes.
 
     Args:
@@ -97,5 +100,5 @@ def target_states(target: Target, text: TextBatch, taps: tuple[int, ...]) -> Tar
         taps=taps,
         queries_at_once=QUERIES_AT_ONCE,
     )
-    stopped: Any = jax.lax.stop_gradient(TargetStates(tapped, hidden))
-    return stopped
+    stopped: Any = jax.lax.stop_gradient((tapped, hidden))
+    return Along(target, text, *stopped)
