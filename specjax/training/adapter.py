@@ -25,7 +25,7 @@ import optax
 from jax import Array
 from jax.core import Tracer
 
-from specjax.config.checks import is_int, is_number
+from specjax.config.checks import is_number
 from specjax.models.base import Params
 from specjax.models.layouts.converting import convert
 from specjax.models.layouts.tables import leaves_of
@@ -34,9 +34,8 @@ from specjax.rl.decoder import RolloutDecoder, check_decoder
 from specjax.rl.scoring import Texts
 from specjax.training import figures, learning, replay
 from specjax.training.figures import Figures
-from specjax.training.kinds import kind_of_spec
 from specjax.training.learning import Learner
-from specjax.training.objective import Objective, Sums, check_is_objective
+from specjax.training.objective import Objective, Sums
 from specjax.training.replay import Replay
 from specjax.training.texts import LEAST_TOKENS, TextBatch, compacted
 from specjax.types import DecoderParams
@@ -123,12 +122,9 @@ class DrafterAdapter:
         """
         check_decoder(decoder)
         numbers = {"every": every, "updates": updates, "rows": rows, "replay": replay}
+        learning.check_whole(numbers, dict.fromkeys(numbers, 1))
         if max_tokens is not None:
-            numbers["max_tokens"] = max_tokens
-        for name, value in numbers.items():
-            least = LEAST_TOKENS if name == "max_tokens" else 1
-            if not is_int(value) or value < least:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
+            learning.check_whole({"max_tokens": max_tokens}, {"max_tokens": LEAST_TOKENS})
         learning.check_seed(seed)
         if below is not None and not (is_number(below) and 0 <= below <= 1):
             raise ValueError(f"{below=!r} must be a share of accepted drafts, from 0 to 1.")
@@ -268,11 +264,8 @@ class DrafterAdapter:
             own, opt_state = carry
             text, key = part
             loss = lambda own: learner.loss(own | fixed, policy, text, key)
-            (value, sums), gradients = jax.value_and_grad(loss, has_aux=True)(own)
-            own, opt_state, is_applied = learning.applied(
-                self._optimizer, gradients, opt_state, own
-            )
-            return (own, opt_state), (value, is_applied, sums)
+            moved = learning.descended(self._optimizer, loss, own, opt_state)
+            return moved[:2], (moved.loss, moved.is_applied, moved.sums)
 
         keys = jax.random.split(key, self._updates)
         (own, opt_state), (values, applied, sums) = jax.lax.scan(
@@ -327,16 +320,10 @@ def draft_loss(
 
 
 def _learner_of(decoder: RolloutDecoder, depth: int | None, objective: Objective | None) -> Learner:
-    kind, own = kind_of_spec(decoder.drafter_spec)
-    if depth is not None and (not is_int(depth) or depth < 1):
-        raise ValueError(f"{depth=} must be a whole number of at least 1, or None.")
-    if objective is not None:
-        check_is_objective(objective)
     return learning.learner_of(
-        kind,
-        own,
-        decoder.running_config,
+        decoder.drafter_spec,
         decoder.draft_params,
+        decoder.running_config,
         depth=depth,
         num_speculative_tokens=decoder.num_speculative_tokens,
         objective=objective,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +15,12 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from specjax.config.checks import is_int
+from specjax.drafters.base import DrafterSpec
 from specjax.models import sharding
 from specjax.models.base import ModelConfig, Params
 from specjax.training.drafts import Kind
-from specjax.training.objective import Objective, Sums, loss_of
+from specjax.training.kinds import kind_of_spec
+from specjax.training.objective import Objective, Sums, check_is_objective, loss_of
 from specjax.training.texts import Along, Target, TextBatch, states_along
 
 MOST_DEPTH = 8  # draft tokens per position that a drafter in use learns, where none are said
@@ -41,6 +44,11 @@ class Learner:
     objective: Objective
     dtype: DTypeLike = jnp.float32
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target that the drafter reads."""
+        return self.kind.taps(self.config)
+
     def loss(
         self, params: Params, target_params: Params, text: TextBatch, key: Array | None
     ) -> tuple[Array, Sums]:
@@ -53,7 +61,7 @@ class Learner:
           key: of what is drawn, as the roots of blocks; None: drafts after every token.
         """
         target = Target(self.target, jax.lax.stop_gradient(target_params))
-        along = states_along(target, text, self.kind.taps(self.config))
+        along = states_along(target, text, self.taps)
         return self.loss_along(params, along, key)
 
     def loss_along(self, params: Params, along: Along, key: Array | None) -> tuple[Array, Sums]:
@@ -116,28 +124,60 @@ def update(
     learned, fixed = split(state.params)
     key = jax.random.fold_in(state.key, state.step)
     loss = lambda own: learner.loss(own | fixed, target_params, text, key)
-    (value, _), gradients = jax.value_and_grad(loss, has_aux=True)(learned)
-    params, opt_state, _ = applied(optimizer, gradients, state.opt_state, learned)
-    return LearningState(params | fixed, opt_state, state.step + 1, state.key), value
+    moved = descended(optimizer, loss, learned, state.opt_state)
+    params = moved.params | fixed
+    return LearningState(params, moved.opt_state, state.step + 1, state.key), moved.loss
 
 
-def applied(
-    optimizer: optax.GradientTransformation, gradients: Params, opt_state: Any, params: Params
-) -> tuple[Params, Any, Array]:
-    """Returns params and optimiser state after a gradient, and whether it changed them, bool[]:
-    a gradient or an update that is not finite does not."""
+class Descended(NamedTuple):
+    """The result of an update.
+
+    Attributes:
+      loss, sums: before it.
+      is_applied: bool[], whether it changed params and opt_state.
+    """
+
+    params: Params
+    opt_state: Any
+    loss: Array
+    sums: Sums
+    is_applied: Array
+
+
+def descended(
+    optimizer: optax.GradientTransformation,
+    loss: Callable[[Params], tuple[Array, Sums]],
+    params: Params,
+    opt_state: Any,
+) -> Descended:
+    """Updates by a loss's gradient; one that is not finite, or whose update is not, changes
+    nothing."""
+    (value, sums), gradients = jax.value_and_grad(loss, has_aux=True)(params)
     is_finite = jnp.isfinite(sum(map(jnp.vdot, *[jax.tree.leaves(gradients)] * 2)))
     updates, new_state = optimizer.update(gradients, opt_state, params)
     is_finite &= jnp.isfinite(sum(map(jnp.vdot, *[jax.tree.leaves(updates)] * 2)))
     keep = lambda new, old: jnp.where(is_finite, new, old)
     moved = jax.tree.map(keep, optax.apply_updates(params, updates), params)
-    return moved, jax.tree.map(keep, new_state, opt_state), is_finite
+    state = jax.tree.map(keep, new_state, opt_state)
+    return Descended(moved, state, value, sums, is_finite)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def evaluate(learner: Learner, params: Params, target_params: Params, text: TextBatch) -> Sums:
     """Returns the sums over the draft tokens after every token of texts."""
     return learner.loss(params, target_params, text, None)[1]
+
+
+def check_whole(
+    values: Mapping[str, Any], least: Mapping[str, int], may_be_none: Collection[str] = ()
+) -> None:
+    """Raises ValueError for a value that is no whole number of at least so much."""
+    for name, lowest in least.items():
+        value = values[name]
+        if value is None and name in may_be_none:
+            continue
+        if not is_int(value) or value < lowest:
+            raise ValueError(f"{name}={value!r} must be a whole number of at least {lowest}.")
 
 
 def check_seed(seed: Any) -> None:
@@ -191,10 +231,9 @@ def check_optimizer(optimizer: optax.GradientTransformation, params: Params) -> 
 
 
 def learner_of(
-    kind: Kind,
-    config: Any,
-    target: ModelConfig,
+    spec: DrafterSpec,
     params: Params,
+    target: ModelConfig,
     *,
     depth: int | None,
     num_speculative_tokens: int,
@@ -203,14 +242,18 @@ def learner_of(
     """Returns what learns for a drafter that is in use.
 
     Args:
-      kind, config: of the drafter.
-      params: its weights, or their shapes.
+      spec, params: of the drafter; its weights may be shapes.
       depth: draft tokens per position; None: K, at most 8, and at most what the drafter can.
       num_speculative_tokens: K.
 
     Raises:
+      NotImplementedError: the drafter is of a kind that cannot be trained.
       ValueError: the drafter drafts no `depth` tokens, or `depth` is above K and 8.
     """
+    kind, config = kind_of_spec(spec)
+    check_whole({"depth": depth}, {"depth": 1}, may_be_none=("depth",))
+    if objective is not None:
+        check_is_objective(objective)
     most = kind.most_drafts(config)
     if depth is not None and most is not None and depth > most:
         raise ValueError(f"{depth=} is more than the {most} tokens that the drafter drafts.")

@@ -168,13 +168,13 @@ def test_steps_are_traced_for_the_devices_of_the_target(target, text, monkeypatc
     learner, _ = trainer._learner(target, "eagle3", CONFIG, {}, None)
     used = optax.sgd(0.1)
     state = learning.begin(learner, used, placed.params, 0)
-    run = trainer._Run(learner, CONFIG, used, placed.params)
+    run = trainer._Run(learner, CONFIG, used, placed, text, text)
     memory = RunMemory.of(state)
     memory.looks.append(types.SimpleNamespace(loss=0.0))
-    idle = types.SimpleNamespace(report=lambda *_: None)
+    idle = lambda *_: None
     steps = {
-        "a look": lambda: run.look(state.params, text, idle.report),
-        "a step": lambda: trainer._loop(run, None, memory, text, text, idle, None, np.inf),
+        "a look": lambda: run.look(memory, idle, 0.0),
+        "a step": lambda: run.steps(memory, None, idle, None, np.inf),
     }
     for name, step in steps.items():
         with implementations.lowered_for("tpu"), pytest.raises(_Traced):
