@@ -12,7 +12,7 @@ DeepSpec's DSpark, arXiv:2607.05147; the equations are `specjax.heads.equations.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from specjax.training.dflash_options import (
 )
 from specjax.training.drafts import Drafts, Kind
 from specjax.training.options import with_quiet_layers, with_vocabulary
-from specjax.training.texts import QUERIES_AT_ONCE, Along, Target, TextBatch
+from specjax.training.texts import QUERIES_AT_ONCE, Along, Target, TextBatch, in_parts
 
 LEAST_AT_ONCE = 64  # roots of a row, where all are drafted after
 
@@ -51,7 +51,7 @@ def propose(
     blocks = lambda starts: _blocks(params, config, along, keys, starts, depth)
     if key is None:
         starts, is_root = roots.after_first(text)
-        out = _some_at_a_time(blocks, starts, max(count, LEAST_AT_ONCE))
+        out = in_parts(blocks, starts, max(count, LEAST_AT_ONCE))
     else:
         starts, is_root = roots.sampled(key, text, depth, count)
         out = blocks(starts)
@@ -71,15 +71,6 @@ def propose(
     ids = params.get("target_ids")
     has_all = key is None
     return Drafts(starts, is_root, tuple(hidden), score, tuple(estimates), ids, has_all)
-
-
-def _some_at_a_time(blocks: Callable[[Array], Array], starts: Array, count: int) -> Array:
-    """Returns blocks(starts [rows, roots]), computed for at most `count` roots of a row at once."""
-    rows, num_roots = starts.shape
-    groups = -(-num_roots // count)
-    padded = jnp.pad(starts, ((0, 0), (0, groups * count - num_roots)))
-    out = jax.lax.map(blocks, jnp.moveaxis(padded.reshape(rows, groups, count), 1, 0))
-    return jnp.moveaxis(out, 0, 1).reshape(rows, -1, *out.shape[3:])[:, :num_roots]
 
 
 def _score(params: Params, config: DFlashConfig, target: Target, read: Array, s: int) -> Array:

@@ -41,7 +41,7 @@ from specjax.training.options import (
     with_quiet_layers,
     with_vocabulary,
 )
-from specjax.training.texts import QUERIES_AT_ONCE, Along, Target
+from specjax.training.texts import QUERIES_AT_ONCE, Along, Target, in_parts
 
 FIRST_SLOT = 1  # of the first token that has a token before it
 MOST_TOKENS_KEPT = 4096  # of a batch: with more, the inside of a step is not kept
@@ -153,16 +153,8 @@ def _attend(
     if length <= QUERIES_AT_ONCE:
         return some(slots, q, later), steps
     count = -(-length // QUERIES_AT_ONCE)
-    size = -(-length // count)
-
-    def cut(x: Array) -> Array:  # [count, rows, size, ...]
-        wide = jnp.pad(x, ((0, 0), (0, count * size - length), (0, 0), (0, 0)))
-        return jnp.moveaxis(wide.reshape(len(x), count, size, *x.shape[2:]), 1, 0)
-
-    places = jnp.minimum(jnp.arange(count * size), length - 1).reshape(count, size)
-    block = jax.checkpoint(lambda part: some(*part))
-    out = jax.lax.map(block, (places, cut(q), jax.tree.map(cut, later)))
-    return jnp.moveaxis(out, 0, 1).reshape(len(q), -1, *q.shape[2:])[:, :length], steps
+    block = jax.checkpoint(lambda part: some(part[0][0], *part[1:]))
+    return in_parts(block, (slots[None], q, later), -(-length // count)), steps
 
 
 def _attend_some(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from specjax.config.checks import is_int
@@ -35,6 +36,9 @@ class Learner:
       target: config of the target.
       depth: draft tokens of each root that it is trained on.
       dtype: that the drafter computes in; its weights are kept in float32.
+
+    Raises:
+      ValueError: the drafter drafts no `depth` tokens.
     """
 
     kind: Kind
@@ -43,6 +47,14 @@ class Learner:
     depth: int
     objective: Objective
     dtype: DTypeLike = jnp.float32
+
+    def __post_init__(self):
+        most = self.kind.most_drafts(self.config)
+        if most is not None and self.depth > most:
+            raise ValueError(
+                f"depth={self.depth} is more than the {most} tokens that this {self.kind.name} "
+                "drafts; lower the depth, or let the head draft more."
+            )
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -254,16 +266,14 @@ def learner_of(
     check_whole({"depth": depth}, {"depth": 1}, may_be_none=("depth",))
     if objective is not None:
         check_is_objective(objective)
-    most = kind.most_drafts(config)
-    if depth is not None and most is not None and depth > most:
-        raise ValueError(f"{depth=} is more than the {most} tokens that the drafter drafts.")
     useful = max(num_speculative_tokens, MOST_DEPTH)
     if depth is not None and depth > useful:
         raise ValueError(
             f"{depth=} must be at most {useful}: a step drafts {num_speculative_tokens} tokens at "
             "most (num_speculative_tokens)."
         )
-    usual = min(max(num_speculative_tokens, 1), MOST_DEPTH, most or MOST_DEPTH)
+    most = kind.most_drafts(config) or MOST_DEPTH
+    usual = min(max(num_speculative_tokens, 1), MOST_DEPTH, most)
     return Learner(
         kind=kind,
         config=config,
@@ -274,14 +284,28 @@ def learner_of(
     )
 
 
+def place_beside(params: Params, axis: str | None = None) -> Any:
+    """Returns where arrays beside a target go; None: the default device.
+
+    Args:
+      params: of the target.
+      axis: of its mesh that the first axis is split over, where the mesh has it; None: every device
+        holds the whole.
+    """
+    place = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    if not isinstance(place, NamedSharding):
+        return place
+    axes = [axis] if axis in place.mesh.axis_names else []
+    return NamedSharding(place.mesh, PartitionSpec(*axes))
+
+
 def traced_beside(params: Params) -> contextlib.AbstractContextManager[None]:
     """Context for tracing what learns from a target: its ops are for the devices of the weights.
 
     Args:
       params: of the target; over no mesh, ops are for the default device.
     """
-    place = getattr(jax.tree.leaves(params)[0], "sharding", None)
-    return sharding.lowered(getattr(place, "mesh", None))
+    return sharding.lowered(getattr(place_beside(params), "mesh", None))
 
 
 def split(params: Params) -> tuple[Params, Params]:

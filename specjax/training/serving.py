@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax.config.checks import is_number
 from specjax.decode.kept import KeptShape
@@ -315,9 +314,8 @@ def _batch(texts: Sequence[KeptText], rows: int, length: int) -> tuple[TextBatch
 
 def _beside(params: Params, tree: Any) -> Any:
     """Returns a tree with its arrays on the devices of weights: whole on each, if not there yet."""
-    place = jax.tree.leaves(params)[0].sharding
-    whole = NamedSharding(place.mesh, PartitionSpec()) if hasattr(place, "mesh") else place
-    is_there = lambda x: x.sharding.device_set == place.device_set
+    whole = learning.place_beside(params)
+    is_there = lambda x: x.sharding.device_set == whole.device_set
     return jax.tree.map(lambda x: x if is_there(x) else jax.device_put(x, whole), tree)
 
 

@@ -270,7 +270,7 @@ class _Run:
             ids = jnp.asarray(options.frequent_tokens(counts, self.learner.config.vocab_size))
         state = learning.begin(self.learner, self.optimizer, params, seed, ids, given)
         learning.check_optimizer(self.optimizer, learning.split(state.params)[0])
-        return RunMemory.of(jax.device_put(state, _mesh_sharding(params, None)))
+        return RunMemory.of(jax.device_put(state, learning.place_beside(params)))
 
     def steps(
         self,
@@ -357,7 +357,7 @@ class _Run:
 
     def placed(self, batch: TextBatch) -> TextBatch:
         """Returns a batch where the target is."""
-        sharding = _mesh_sharding(self.target.params, DATA)
+        sharding = learning.place_beside(self.target.params, DATA)
         return TextBatch(*(jax.device_put(each, sharding) for each in batch))
 
     def said(self, given: Params | None, optimizer: str) -> dict[str, Any]:
@@ -407,28 +407,6 @@ class _Run:
         return dataclasses.replace(trained, facts=facts)
 
 
-def _mesh_sharding(params: Params, axis: str | None) -> Any:
-    """Returns where arrays beside the target go; None: the default device.
-
-    Args:
-      axis: of its mesh that the first axis is split over, where the mesh has it; None: every device
-        holds the whole.
-    """
-    place = getattr(jax.tree.leaves(params)[0], "sharding", None)
-    if not isinstance(place, jax.sharding.NamedSharding):
-        return place
-    axes = [axis] if axis in place.mesh.axis_names else []
-    return jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec(*axes))
-
-
-def _rows_of_mesh(params: Params) -> int:
-    """Returns over how many devices texts are split."""
-    place = _mesh_sharding(params, DATA)
-    if not isinstance(place, jax.sharding.NamedSharding):
-        return 1
-    return dict(place.mesh.shape).get(DATA, 1)
-
-
 def _sample(text: TrainingText, config: TrainingConfig) -> TrainingText:
     """Returns the held-out texts that a look takes."""
     most = max(LEAST_LOOKED, config.rows * config.eval_every // 4)
@@ -445,18 +423,11 @@ def _learner(
     start: Model | LoadedDrafter | None = None,
 ) -> tuple[Learner, Params | None]:
     """Returns what is static about a run, and the weights that it begins with, if given."""
-    given = None
     if start is None:
-        kind = kind_of(kind_name)
+        kind, given = kind_of(kind_name), None
         own = kind.configure(target.config, head)
     else:
         kind, own, given = _given(target, start, head)
-    most = kind.most_drafts(own)
-    if most is not None and config.depth > most:
-        raise ValueError(
-            f"depth={config.depth} is more than the {most} tokens that this {kind.name} drafts; "
-            "lower the depth, or let the head draft more."
-        )
     learner = Learner(
         kind=kind,
         config=own,
@@ -502,7 +473,8 @@ def _check_text(text: TrainingText, target: Model, config: TrainingConfig) -> No
             f"depth={config.depth} is more than the {text.length - 2} tokens after the first that "
             f"texts of {text.length} tokens have to draft; lower it, or give longer texts."
         )
-    rows = _rows_of_mesh(target.params)
+    mesh = getattr(learning.place_beside(target.params), "mesh", None)
+    rows = 1 if mesh is None else mesh.shape.get(DATA, 1)
     if config.rows % rows:
         raise ValueError(
             f"rows={config.rows} must be a multiple of the {rows} parts that the mesh's axis "
