@@ -89,7 +89,8 @@ def restore_tree(
     leaves, structure = jax.tree_util.tree_flatten_with_path(expected)
     if not leaves:
         return expected
-    wanted = {".".join(map(str, _keys(path))): leaf for path, leaf in leaves}
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+    wanted = {name(path): leaf for path, leaf in leaves}
     tree = open_tree(folder)
     arrays = tree.open(tree.paths_below())
     wrong = sorted(wanted.keys() ^ arrays.keys())
@@ -199,7 +200,3 @@ def _put(
     if sharding is None:
         return jax.device_put(read(tuple(slice(0, size) for size in shape)))
     return read_onto(sharding, shape, read)
-
-
-def _keys(path: Any) -> list[Any]:
-    return [getattr(key, "key", getattr(key, "idx", key)) for key in path]
