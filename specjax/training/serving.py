@@ -193,11 +193,9 @@ class WindowLearner:
         inputs = wide, opt_state, fixed, _shapes(target), states, windows, text, np.int32(0)
         found: Any = self._jitted().lower(*inputs).compile().memory_analysis()
         beside = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-        kept = sum(
-            math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((wide, opt_state))
-        )
-        served = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(learned))
-        return LearnerBytes(kept + served, max(beside, 0))
+        kept = jax.tree.leaves((wide, opt_state, learned))
+        kept_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in kept)
+        return LearnerBytes(kept_bytes, max(beside, 0))
 
     def restart(self, params: Params) -> None:
         """Begins again from weights of the drafter, which are copied to float32."""

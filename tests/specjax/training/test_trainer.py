@@ -15,6 +15,7 @@ from helpers import ENGINE, tiny_llama
 
 import specjax
 from pallas_kernels import implementations
+from specjax.testing import tiny_model
 from specjax.training import data, learning, own_text, trainer
 from specjax.training.objective import Objective
 from specjax.training.run_store import RunMemory
@@ -365,6 +366,7 @@ def test_facts_are_json(target, text):
         ({"config": dataclasses.replace(CONFIG, depth=11)}, "depth=11 is more than the 10"),
         ({"held_out": 0.0}, "leaves none"),
         ({"held_out": float("nan")}, "leaves none"),
+        ({"start": tiny_model(vocab_size=7)}, "vocabularies of .* and 7 tokens"),
     ],
 )
 def test_what_does_not_fit_is_refused(target, text, arguments, message):
