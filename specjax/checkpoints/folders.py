@@ -31,12 +31,10 @@ class Found:
     Attributes:
       tree: the folder of the tree that holds the weights.
       own: the folder of what `save_orbax` wrote beside it; None: others wrote the checkpoint.
-      step: None where it is of no step.
     """
 
     tree: epath.Path
     own: epath.Path | None
-    step: int | None
 
 
 def find(path: str | epath.Path, step: int | None = None) -> Found:
@@ -99,16 +97,13 @@ def _of_step(folder: epath.Path, step: int | None) -> Found:
 def _checkpoint(folder: epath.Path) -> Found | None:
     """Returns the checkpoint that a folder is, None if it is none."""
     if is_tree(folder):
-        parent = folder.parent
-        is_item = folder.name == PARAMS_ITEM and (parent / OWN_ITEM / OWN_FILE).is_file()
-        own = parent / OWN_ITEM if is_item else None
-        return Found(folder, own, _step_of(parent) if is_item else _step_of(folder))
+        own = folder.parent / OWN_ITEM
+        is_item = folder.name == PARAMS_ITEM and (own / OWN_FILE).is_file()
+        return Found(folder, own if is_item else None)
     if (folder / OWN_ITEM / OWN_FILE).is_file():
-        return Found(folder / PARAMS_ITEM, folder / OWN_ITEM, _step_of(folder))
-    trees = [each for each in _subfolders(folder) if is_tree(each) and not _is_step(each)]
-    if not trees:
-        return None
-    return Found(_of_weights(folder, trees), None, _step_of(folder))
+        return Found(folder / PARAMS_ITEM, folder / OWN_ITEM)
+    trees = [each for each in _subfolders(folder) if is_tree(each) and _step_of(each) is None]
+    return Found(_of_weights(folder, trees), None) if trees else None
 
 
 def _of_weights(folder: epath.Path, trees: Sequence[epath.Path]) -> epath.Path:
@@ -140,10 +135,6 @@ def _step_of(folder: epath.Path) -> int | None:
         return None
     match = _STEP.match(folder.name)
     return int(match[1]) if match else None
-
-
-def _is_step(folder: epath.Path) -> bool:
-    return _step_of(folder) is not None
 
 
 def _is_unfinished(folder: epath.Path) -> bool:

@@ -12,16 +12,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from specjax.checkpoints import folders, records, tokenizer_files
-from specjax.checkpoints.restoring import Devices, restore_model, restore_tree
+from specjax.checkpoints.restoring import restore_model, restore_tree
 from specjax.checkpoints.saving import DRAFTER, FORMAT, FORMAT_VERSION, MODEL
 from specjax.checkpoints.stored_tree import is_remote, read_bytes
 from specjax.drafters.base import DrafterSpec
 from specjax.heads.loading import LoadedDrafter, load_drafter
-from specjax.models.base import Json, Model, ModelConfig
+from specjax.models.base import Model, ModelConfig
 from specjax.models.hf_config import read_config, sampling_defaults, with_eos_of
 from specjax.models.layouts.named import NAMES
 from specjax.models.layouts.tables import Layout, LayoutName
-from specjax.models.loading import resolve_folder, weight_dtype
+from specjax.models.loading import places_of, resolve_folder, weight_dtype
 from specjax.models.mesh_axes import MeshAxisMap, mapped
 from specjax.runtime.jax_settings import entrance
 from specjax.runtime.model_files import parse_object
@@ -76,24 +76,21 @@ def load_orbax(
         cannot split the model.
     """
     mapped(mesh, mesh_axes)  # so that its errors come first
-    devices = Devices(mesh, mesh_axes)
     dtype = None if dtype is None else weight_dtype(dtype)
     found = folders.find(os.path.expanduser(path), step)
     given, tokenizer, defaults, name = _given(config)
     if found.own is None:
         given = _check_for_trainers(found, given, target)
-        params = restore_model(found.tree, layout, given, root=root, devices=devices, dtype=dtype)
+        places = places_of(given, mesh, mesh_axes)
+        params = restore_model(found.tree, layout, given, root=root, places=places, dtype=dtype)
         name = name or epath.Path(path).name
         return Model(given, params, tokenizer, name, generation_defaults=defaults)
-    document = _document(found)
-    _check_own(found, layout, root)
-    if document["kind"] == DRAFTER:
-        if given is not None:
-            raise ValueError(
-                f"config= is for a model, and {found.own} holds a drafter; leave it out."
-            )
-        return _drafter(found, document, mesh, dtype, target)
-    return _model(found, document, given, devices, dtype, target)
+    own = _Own(found.own)
+    own.check_not_of_trainers(layout, root)
+    if own.document["kind"] == DRAFTER:
+        return own.drafter(found.tree, given, mesh, dtype, target)
+    own_config = own.config(given, target)
+    return own.model(found.tree, own_config, places_of(own_config, mesh, mesh_axes), dtype)
 
 
 def config_in(path: str | os.PathLike[str]) -> ModelConfig:
@@ -101,48 +98,106 @@ def config_in(path: str | os.PathLike[str]) -> ModelConfig:
     found = folders.find(os.path.expanduser(path))
     if found.own is None:
         return _check_for_trainers(found, None, None)
-    return _record(found, _document(found), "config", ModelConfig)
+    return _Own(found.own).config()
 
 
-def _model(
-    found: folders.Found,
-    document: Json,
-    given: ModelConfig | None,
-    devices: Devices,
-    dtype: Any,
-    target: Model | None,
-) -> Model:
-    _check_no_target(found, target)
-    config = _record(found, document, "config", ModelConfig)
-    if given is not None and (difference := records.difference(given, config)):
-        raise ValueError(
-            f"the config that was given is not the one that {found.own} was saved with: "
-            f"{difference:.1000}. Leave config out, or load another checkpoint."
-        )
-    params = restore_model(
-        found.tree, OWN_LAYOUT, config, devices=devices, dtype=dtype, may_mix=True
-    )
-    tokenizer = _tokenizer(found)
-    said = document.get("generation_defaults")
-    defaults = sampling_defaults(said if isinstance(said, dict) else {})
-    return Model(config, params, tokenizer, str(document.get("name", "")), defaults)
+class _Own:
+    """What `save_orbax` wrote about a checkpoint.
 
+    Raises:
+      ValueError: it is corrupt, or of another version.
+    """
 
-def _drafter(
-    found: folders.Found, document: Json, mesh: Mesh | None, dtype: Any, target: Model | None
-) -> LoadedDrafter:
-    spec = _record(found, document, "spec", DrafterSpec)
-    expected = _record_of(found, "params", lambda: records.tree_from_json(document.get("params")))
-    sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    params = restore_tree(found.tree, expected, sharding=sharding, dtype=dtype)
-    drafter = LoadedDrafter(
-        str(document.get("name", "")),
-        spec,
-        params,
-        tuple(str(note) for note in document.get("notes", ())),
-        _tokenizer(found),
-    )
-    return drafter if target is None else load_drafter(drafter, target)
+    def __init__(self, folder: epath.Path):
+        self.folder, self.path = folder, folder / folders.OWN_FILE
+        self.document = document = parse_object(read_bytes(self.path), str(self.path))
+        version, kind = document.get("format_version"), document.get("kind")
+        if document.get("format") != FORMAT or not isinstance(version, int) or version < 1:
+            raise ValueError(
+                f"{self.path} does not say format {FORMAT!r} and a format_version; it is corrupt."
+            )
+        if version > FORMAT_VERSION or kind not in (MODEL, DRAFTER):
+            raise ValueError(
+                f"{self.path} has format_version={version} and {kind=!r:.100}, of specjax "
+                f"{document.get('specjax_version')!r:.50}; this one reads version "
+                f"{FORMAT_VERSION}, of a {MODEL} or a {DRAFTER}. Install that specjax, or a newer "
+                "one."
+            )
+
+    @property
+    def name(self) -> str:
+        return str(self.document.get("name", ""))
+
+    def check_not_of_trainers(self, layout: LayoutName | Layout, root: str | None) -> None:
+        """Raises ValueError for arguments that are for checkpoints of trainers."""
+        if layout != OWN_LAYOUT or root is not None:
+            raise ValueError(
+                f"{self.folder} was written by save_orbax, whose layout is {OWN_LAYOUT!r} and "
+                f"whose weights have no other root; leave {layout=:.100} and {root=} out."
+            )
+
+    def config(self, given: ModelConfig | None = None, target: Model | None = None) -> ModelConfig:
+        """Returns the config of a model; ValueError unless a given one is equal to it."""
+        _check_no_target(self.folder, target)
+        config = self._record("config", ModelConfig)
+        if given is not None and (difference := records.difference(given, config)):
+            raise ValueError(
+                f"the config that was given is not the one that {self.folder} was saved with: "
+                f"{difference:.1000}. Leave config out, or load another checkpoint."
+            )
+        return config
+
+    def model(self, tree: epath.Path, config: ModelConfig, places: Any, dtype: Any) -> Model:
+        params = restore_model(tree, OWN_LAYOUT, config, places=places, dtype=dtype, may_mix=True)
+        said = self.document.get("generation_defaults")
+        defaults = sampling_defaults(said if isinstance(said, dict) else {})
+        return Model(config, params, self._tokenizer(), self.name, defaults)
+
+    def drafter(
+        self,
+        tree: epath.Path,
+        given: ModelConfig | None,
+        mesh: Mesh | None,
+        dtype: Any,
+        target: Model | None,
+    ) -> LoadedDrafter:
+        if given is not None:
+            raise ValueError(
+                f"config= is for a model, and {self.folder} holds a drafter; leave it out."
+            )
+        spec = self._record("spec", DrafterSpec)
+        expected = self._read("params", records.tree_from_json)
+        sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        params = restore_tree(tree, expected, sharding=sharding, dtype=dtype)
+        notes = tuple(map(str, self.document.get("notes", ())))
+        drafter = LoadedDrafter(self.name, spec, params, notes, self._tokenizer())
+        return drafter if target is None else load_drafter(drafter, target)
+
+    def _record(self, key: str, kind: type) -> Any:
+        """Returns a config or a spec."""
+        value = self._read(key, records.from_json)
+        if not isinstance(value, kind):
+            raise ValueError(
+                f"{self.path}: {key} is {value!r:.100}, expected a {kind.__name__}; the file is "
+                "corrupt."
+            )
+        return value
+
+    def _read(self, key: str, from_json: Callable[[Any], Any]) -> Any:
+        try:
+            return from_json(self.document.get(key))
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {key}: {error!s:.1000}") from error
+
+    def _tokenizer(self) -> Tokenizer | None:
+        """Returns the tokenizer; its files in a bucket are copied first."""
+        if not is_remote(self.folder):
+            return Tokenizer.from_folder(str(self.folder))
+        with tempfile.TemporaryDirectory() as folder:
+            for name in tokenizer_files.FILES:
+                if (self.folder / name).exists():
+                    (epath.Path(folder) / name).write_bytes((self.folder / name).read_bytes())
+            return Tokenizer.from_folder(folder)
 
 
 def _given(
@@ -167,7 +222,7 @@ def _check_for_trainers(
     found: folders.Found, given: ModelConfig | None, target: Model | None
 ) -> ModelConfig:
     """Returns the config for a checkpoint that says none."""
-    _check_no_target(found, target)
+    _check_no_target(found.tree, target)
     if given is None:
         raise ValueError(
             f"{found.tree} says no config, since save_orbax did not write it; pass config=, a "
@@ -177,66 +232,6 @@ def _check_for_trainers(
     return given
 
 
-def _check_no_target(found: folders.Found, target: Model | None) -> None:
+def _check_no_target(folder: epath.Path, target: Model | None) -> None:
     if target is not None:
-        raise ValueError(
-            f"target= is for a drafter, and {found.own or found.tree} holds a model; leave it out."
-        )
-
-
-def _check_own(found: folders.Found, layout: LayoutName | Layout, root: str | None) -> None:
-    """Raises ValueError for arguments that are for checkpoints of trainers."""
-    if layout != OWN_LAYOUT or root is not None:
-        raise ValueError(
-            f"{found.own} was written by save_orbax, whose layout is {OWN_LAYOUT!r} and whose "
-            f"weights have no other root; leave {layout=:.100} and {root=} out."
-        )
-
-
-def _document(found: folders.Found) -> Json:
-    """Returns what `save_orbax` wrote about a checkpoint."""
-    assert found.own is not None
-    path = found.own / folders.OWN_FILE
-    document = parse_object(read_bytes(path), str(path))
-    version, kind = document.get("format_version"), document.get("kind")
-    if document.get("format") != FORMAT or not isinstance(version, int) or version < 1:
-        raise ValueError(
-            f"{path} does not say format {FORMAT!r} and a format_version; it is corrupt."
-        )
-    if version > FORMAT_VERSION or kind not in (MODEL, DRAFTER):
-        raise ValueError(
-            f"{path} has format_version={version} and {kind=!r:.100}, of specjax "
-            f"{document.get('specjax_version')!r:.50}; this one reads version {FORMAT_VERSION}, of "
-            f"a {MODEL} or a {DRAFTER}. Install that specjax, or a newer one."
-        )
-    return document
-
-
-def _record(found: folders.Found, document: Json, key: str, kind: type) -> Any:
-    """Returns the config or the spec in a description."""
-    value = _record_of(found, key, lambda: records.from_json(document.get(key)))
-    if not isinstance(value, kind):
-        raise ValueError(
-            f"{found.own}/{folders.OWN_FILE}: {key} is {value!r:.100}, expected a "
-            f"{kind.__name__}; the file is corrupt."
-        )
-    return value
-
-
-def _record_of(found: folders.Found, key: str, read: Callable[[], Any]) -> Any:
-    try:
-        return read()
-    except ValueError as error:
-        raise ValueError(f"{found.own}/{folders.OWN_FILE}: {key}: {error!s:.1000}") from error
-
-
-def _tokenizer(found: folders.Found) -> Tokenizer | None:
-    """Returns the tokenizer in a checkpoint; its files in a bucket are copied first."""
-    assert found.own is not None
-    if not is_remote(found.own):
-        return Tokenizer.from_folder(str(found.own))
-    with tempfile.TemporaryDirectory() as folder:
-        for name in tokenizer_files.FILES:
-            if (found.own / name).exists():
-                (epath.Path(folder) / name).write_bytes((found.own / name).read_bytes())
-        return Tokenizer.from_folder(folder)
+        raise ValueError(f"target= is for a drafter, and {folder} holds a model; leave it out.")

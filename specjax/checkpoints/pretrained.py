@@ -111,6 +111,11 @@ def save_pretrained(
             f"naming, target and card are for heads over a target, and {model.name!r} is a model; "
             "leave them out."
         )
+    _save_model(model, folder, stored=stored, max_file_bytes=max_file_bytes)
+
+
+def _save_model(model: Model, folder: Path, *, stored: str | None, max_file_bytes: int) -> None:
+    """Writes a model; arguments and errors as of `save_pretrained`."""
     check_folder(folder)
     params = convert(model.params, "specjax", model.config)
     check_is_here(params)

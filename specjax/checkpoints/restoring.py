@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from jax import Array
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from specjax.checkpoints.stored_tree import StoredArray, StoredTree, listed, open_tree
@@ -27,22 +26,11 @@ from specjax.models.layouts.converting import matching
 from specjax.models.layouts.named import variants
 from specjax.models.layouts.operations import Bounds
 from specjax.models.layouts.tables import Layout, LayoutName, Place, name_of
-from specjax.models.loading import places_of, read_onto, weight_dtype
-from specjax.models.mesh_axes import MeshAxisMap
+from specjax.models.loading import read_onto, weight_dtype
 from specjax.runtime.host_memory import aligned_copy, give_back
 
 _LARGE_BYTES = 2**20  # of arrays after which memory is given back
 _REMEDY = "load_orbax(..., layout={name}) reads it."
-
-
-class Devices(NamedTuple):
-    """Where a model is put: its arguments are those of `load_model`."""
-
-    mesh: Mesh | None = None
-    mesh_axes: MeshAxisMap | None = None
-
-
-ONE_DEVICE = Devices()
 
 
 def restore_model(
@@ -51,7 +39,7 @@ def restore_model(
     config: ModelConfig,
     *,
     root: str | None = None,
-    devices: Devices = ONE_DEVICE,
+    places: Any = None,
     dtype: DTypeLike | None = None,
     may_mix: bool = False,
 ) -> Params:
@@ -60,6 +48,7 @@ def restore_model(
     Args:
       folder: of the tree.
       root: path of the weights in the tree, "" for its top; None: it is looked for.
+      places: a sharding for each weight; None: the default device.
       dtype: None: the stored one.
       may_mix: whether arrays of several dtypes keep them where none is named. Otherwise they are
         an error: a trainer's may be parts of different trees.
@@ -79,7 +68,6 @@ def restore_model(
     _check_floating(arrays, tree)
     if dtype is None and not may_mix:
         _check_one_dtype(arrays, tree)
-    places = places_of(config, *devices)
     dtype_of = lambda array: weight_dtype(array.dtype.name if dtype is None else dtype)
     return _read_all(arrays, chosen, config, dtype_of, places)
 
@@ -101,7 +89,8 @@ def restore_tree(
     leaves, structure = jax.tree_util.tree_flatten_with_path(expected)
     if not leaves:
         return expected
-    wanted = {".".join(map(str, _keys(path))): leaf for path, leaf in leaves}
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+    wanted = {name(path): leaf for path, leaf in leaves}
     tree = open_tree(folder)
     arrays = tree.open(tree.paths_below())
     wrong = sorted(wanted.keys() ^ arrays.keys())
@@ -211,7 +200,3 @@ def _put(
     if sharding is None:
         return jax.device_put(read(tuple(slice(0, size) for size in shape)))
     return read_onto(sharding, shape, read)
-
-
-def _keys(path: Any) -> list[Any]:
-    return [getattr(key, "key", getattr(key, "idx", key)) for key in path]

@@ -6,22 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specjax.text.template_files import MORE_TEMPLATES
+from specjax.text.added_tokens import ADDED, SETTINGS, SPECIAL
+from specjax.text.template_files import LEGACY, MORE_TEMPLATES, TEMPLATE
 from specjax.text.tokenization import Tokenizer
 
-TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+TOKENIZER = "tokenizer.json"
+_OTHER_FORMS = "tokenizer.model", "vocab.json", "merges.txt"
 # As publishers name them; all that is there is of the same tokenizer.
-FILES = (
-    TOKENIZER,
-    SETTINGS,
-    TEMPLATE,
-    "chat_template.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
+FILES = TOKENIZER, SETTINGS, TEMPLATE, LEGACY, SPECIAL, ADDED, *_OTHER_FORMS
 
 
 def texts_of(tokenizer: Tokenizer | None, max_positions: int | None = None) -> dict[str, str]:

@@ -30,14 +30,9 @@ from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder, shared_decoder
 from specjax.decode.prefill import prefill
 from specjax.decode.sizes import Sizes
-from specjax.decode.state import Admission, DecodeState
+from specjax.decode.state import DecodeState
 from specjax.drafters import base
-from specjax.drafters.base import (
-    Draft,
-    Drafter,
-    DrafterContext,
-    resolve_taps,
-)
+from specjax.drafters.base import Draft, Drafter, DrafterContext, resolve_taps
 from specjax.drafters.guard import DrafterError, guarded
 from specjax.drafters.spec import NoDrafter
 from specjax.engine.admission import make_admission
@@ -120,20 +115,12 @@ def check_drafter(
     loaded = load_drafter(drafter, target)
     try:
         _Check(loaded, target, num_speculative_tokens).run()
-    except DrafterError as error:
+    except (AssertionError, DrafterError) as error:
         raise AssertionError(f"drafter {loaded.name!r}: {error}") from error
 
 
-@dataclasses.dataclass
-class _Occupant:
-    """A request and its tokens so far."""
-
-    request: Request
-    token_ids: list[int]
-
-
 class _Rows:
-    """A decoder's state, driven by hand: what is in which row.
+    """A decoder's state, driven by hand, and the requests in its rows.
 
     Args:
       seed: of the numbers that the drafter's pages hold, as pages do that others had before.
@@ -148,53 +135,44 @@ class _Rows:
         drafter = jax.tree.map(used, state.drafter, decoder.drafter_axes(state))
         self.state = dataclasses.replace(state, drafter=drafter)
         self.table = own_pages(ROWS, decoder.sizes.pages_per_row)
-        self.occupants: list[_Occupant | None] = [None] * ROWS
-        self._entered: list[Row | None] = [None] * ROWS
+        self.rows: list[Row | None] = [None] * ROWS
         self._feed = TextFeed(ROWS) if decoder.drafter.takes_text else None
         self._is_new = np.zeros(ROWS, bool)
-        self._num_fed = np.zeros(ROWS, np.int32)
 
     def enter(
         self,
-        occupants: dict[int, _Occupant],
+        texts: dict[int, Row],
         *,
         pages_of: tuple[int, int] | None = None,
         is_level: bool = True,
     ) -> None:
-        """Puts requests into rows, replacing their content, without feeding any token.
+        """Puts requests with their tokens into rows, replacing what these held, without feeding
+        any token.
 
         Args:
           pages_of: a row whose first pages the requests share, and how many; None: no sharing.
           is_level: whether the drafter counts as having seen these pages; if not, it catches up.
         """
-        num_shared = 0
+        other, num_pages = pages_of or (0, 0)
+        num_shared = num_pages * PAGE_SIZE
+        # The last token that is shared is fed again for its hidden states.
+        feeds_again = bool(self.decoder.drafter.taps) and num_shared > 0 and is_level
         own = own_pages(ROWS, self.table.shape[1])
         self.table = self.table.copy()  # what was sent may still read the one before
-        for row, occupant in occupants.items():
-            before = self.occupants[row]
+        for index, text in texts.items():
+            before = self.rows[index]
             if before is not None and self._feed is not None:
                 prompt = before.request.prompt_token_ids
                 self._feed.cut(prompt, before.token_ids[len(prompt) :])
-            self.occupants[row] = occupant
-            self.table[row] = own[row]
-            if pages_of is not None:
-                other, num_pages = pages_of
-                self.table[row, :num_pages] = self.table[other, :num_pages]
-                num_shared = num_pages * PAGE_SIZE
-            # The last token that is shared is fed again for its hidden states.
-            feeds_again = bool(self.decoder.drafter.taps) and num_shared > 0 and is_level
-            num_fed = num_shared - int(feeds_again)
+            self.table[index] = own[index]
+            self.table[index, :num_pages] = self.table[other, :num_pages]
             num_drafter = num_shared if is_level else 0
-            self._entered[row] = Row(
-                row, 0, occupant.request, occupant.token_ids, num_fed, num_drafter
+            self.rows[index] = Row(
+                index, 0, text.request, text.token_ids, num_shared - feeds_again, num_drafter
             )
-            self._is_new[row] = True
-            self._num_fed[row] = num_fed
-        self.state = self.decoder.admit(self.state, self.admission(list(occupants)))
-
-    def admission(self, rows: Sequence[int]) -> Admission:
-        entered = [row for index in rows if (row := self._entered[index]) is not None]
-        return make_admission(self.decoder, [entered], ROWS)
+            self._is_new[index] = True
+        entered = [row for row in self.rows if row is not None and row.index in texts]
+        self.state = self.decoder.admit(self.state, make_admission(self.decoder, [entered], ROWS))
 
     def feed(self) -> None:
         """Feeds all prompt tokens of rows that entered, in chunks."""
@@ -222,12 +200,10 @@ class _Rows:
 
     def _next_chunk(self) -> tuple[np.ndarray, np.ndarray] | None:
         counts = np.zeros(ROWS, np.int32)
-        for row in np.flatnonzero(self._is_new).tolist():
-            occupant = self.occupants[row]
-            assert occupant is not None
-            left = len(occupant.token_ids) - 1 - int(self._num_fed[row])
-            counts[row] = min(left, WIDTH)
-        self._num_fed += counts
+        for row in self.rows:
+            if row is not None and self._is_new[row.index]:
+                counts[row.index] = min(row.num_to_prefill, WIDTH)
+                row.num_prefilled += int(counts[row.index])
         return (np.arange(ROWS, dtype=np.int32), counts) if counts.any() else None
 
     def decode(
@@ -255,7 +231,7 @@ class _Rows:
 
     def _tell(self) -> None:
         """Gives a drafter that matches text what ended since it was told last."""
-        while self._feed and (pieces := self._feed.next_pieces(self._entered)) is not None:
+        while self._feed and (pieces := self._feed.next_pieces(self.rows)) is not None:
             self.state = self.decoder.remember(self.state, pieces)
 
     def _plan(
@@ -270,7 +246,7 @@ class _Rows:
             num_steps=np.int32(num_steps),
             stop_when_finished=np.bool_(False),
             activate=self._is_new & activates,
-            keep=np.array([occupant is not None for occupant in self.occupants]),
+            keep=np.array([row is not None for row in self.rows]),
             block_table=self.table,
             draft_caps=np.array([MAX_DEPTH] * ROWS if caps is None else caps, np.int32),
             row_ids=None if rows is None else np.array(rows, np.int32),
@@ -279,21 +255,18 @@ class _Rows:
     def _take(self, report: Any, num_steps: int, rows: Sequence[int]) -> None:
         """Reads back what a burst committed."""
         fault = int(np.max(np.asarray(report.drafter_fault)[:num_steps], initial=0))
-        assert not fault, f"drafter {type(self.decoder.drafter).__name__}: " + what_it_proposed(
-            fault
-        )
+        assert not fault, what_it_proposed(fault)
         tokens, counts = np.asarray(report.token_ids), np.asarray(report.num_committed)
         for step in range(num_steps):
-            for place, row in enumerate(rows):
-                if occupant := self.occupants[row]:
-                    occupant.token_ids.extend(tokens[step, place, : counts[step, place]].tolist())
+            for place, index in enumerate(rows):
+                if row := self.rows[index]:
+                    row.token_ids.extend(tokens[step, place, : counts[step, place]].tolist())
 
 
 class _Check:
     def __init__(self, loaded: LoadedDrafter, target: Model, num_speculative_tokens: int):
         self.loaded = loaded
         self.spec = loaded.spec
-        self.name = loaded.name
         self.target = target
         self.depth = num_speculative_tokens if self.spec.can_draft else 0
         if loaded.max_depth is not None:
@@ -355,14 +328,12 @@ class _Check:
     def check_structure(self) -> None:
         """Every function returns a state of the structure, shapes and dtypes of `init`."""
         rows = self.new_rows()
-        rows.occupants[0] = self.occupant(0)
         state, drafter = rows.state, self.drafter
         expected = jax.eval_shape(lambda: state.drafter)
         self.check_bytes(expected)
         told = self.decoder.step_spec(0, absorbs=bool(self.spec.taps))
         ids = jnp.arange(ROWS, dtype=jnp.int32)
-        row = Row(0, 0, self.occupant(0).request, PROMPTS[0], 0, 0)
-        admission = make_admission(self.decoder, [[row]], ROWS)
+        admission = make_admission(self.decoder, [[self.text(0)]], ROWS)
         some, table = ids[:BUCKET], jnp.asarray(rows.table)
 
         def fed(num_speculative_tokens: int, state: decode_state.DecodeState) -> Any:
@@ -386,8 +357,8 @@ class _Check:
         for name, call in calls.items():
             found = jax.eval_shape(call, state)
             assert _described(found) == _described(expected), (
-                f"{name} of drafter {self.name!r} returns a state of other structure, shapes or "
-                f"dtypes than init: {_described(found)}; expected {_described(expected)}."
+                f"{name} returns a state of other structure, shapes or dtypes than init: "
+                f"{_described(found)}; expected {_described(expected)}."
             )
 
     def check_bytes(self, state: Any) -> None:
@@ -398,8 +369,8 @@ class _Check:
         per_token = held / (self.sizes.num_pages * PAGE_SIZE)
         said = self.spec.bytes_per_token(self.target.config, self.sizes.dtype)
         assert math.isclose(said, per_token), (
-            f"bytes_per_token of drafter {self.name!r} says {said}, and its pages take "
-            f"{per_token:g} bytes per token; memory is planned by what it says."
+            f"bytes_per_token says {said}, and its pages take {per_token:g} bytes per token; "
+            "memory is planned by what it says."
         )
 
     # What happens to rows
@@ -414,10 +385,10 @@ class _Check:
         self.check_traces()
         self.decoder.let_go()
 
-    def play(self) -> list[_Occupant]:
+    def play(self) -> list[Row]:
         """Plays the script, looks at the drafts between its steps, and returns the texts."""
         depth, some = self.depth, [2, 0]
-        texts = [self.occupant(number) for number in range(len(PROMPTS))]
+        texts = [self.text(number) for number in range(len(PROMPTS))]
         rows = self.new_rows()
         rows.enter({0: texts[0], 1: texts[1], 2: texts[2]})
         rows.feed()
@@ -459,17 +430,17 @@ class _Check:
             self.check_drafts(rows, "after a row came to read pages that the drafter had not seen")
         return texts
 
-    def occupant(self, number: int) -> _Occupant:
-        """Returns a request; some are greedy, some sampled."""
+    def text(self, number: int) -> Row:
+        """Returns a request that is in no row yet; some are greedy, some sampled."""
         is_greedy = number in (1, 3)
         rule = GREEDY if is_greedy else SEEDED
         vocab_size = self.target.config.vocab_size
         prompt = [token % vocab_size for token in PROMPTS[number]]
-        return _Occupant(self.request(prompt, 0.0 if is_greedy else 0.8, number, rule), [*prompt])
+        return self.text_of(prompt, 0.0 if is_greedy else 0.8, number, rule)
 
-    def request(self, prompt: list[int], temperature: float, seed: int, rule: int) -> Request:
+    def text_of(self, prompt: list[int], temperature: float, seed: int, rule: int) -> Row:
         params = SamplingParams(temperature=temperature, max_tokens=self.max_length - len(prompt))
-        return Request(
+        request = Request(
             prompt_index=0,
             sample_index=0,
             prompt_token_ids=prompt,
@@ -486,8 +457,9 @@ class _Check:
                 engine_config=ENGINE,
             ),
         )
+        return Row(0, 0, request, [*prompt], 0, 0)
 
-    def check_output(self, texts: Sequence[_Occupant]) -> None:
+    def check_output(self, texts: Sequence[Row]) -> None:
         """Greedy and seeded texts are those of plain decoding."""
         config = DecoderConfig(
             target=self.target.config,
@@ -499,8 +471,7 @@ class _Check:
         for first in range(0, len(texts), ROWS):
             part = texts[first : first + ROWS]
             plain = _Rows(decoder, DecoderParams(self.params.target))
-            prompts = [list(text.request.prompt_token_ids) for text in part]
-            again = [_Occupant(text.request, own) for text, own in zip(part, prompts)]
+            again = [_from(text, text.request.prompt_token_ids) for text in part]
             plain.enter(dict(enumerate(again)))
             plain.feed()
             while any(len(a.token_ids) < len(t.token_ids) for a, t in zip(again, part)):
@@ -508,14 +479,13 @@ class _Check:
             for own, text in zip(again, part):
                 expected = own.token_ids[: len(text.token_ids)]
                 assert text.token_ids == expected, (
-                    f"with drafter {self.name!r} a text is {text.token_ids}; plain decoding "
-                    f"gives {expected}."
+                    f"a text is {text.token_ids}; plain decoding gives {expected}."
                 )
         decoder.let_go()
 
     def check_traces(self) -> None:
         again = {key: count for key, count in self.decoder.traces.items() if count > 1}
-        assert not again, f"drafter {self.name!r}: traced more than once: {again}."
+        assert not again, f"traced more than once: {again}."
 
     # Drafts
 
@@ -533,12 +503,11 @@ class _Check:
         """Returns a proposal that holds what it must, and bool[rows, num_drafts]: what stands."""
         draft = self._propose(self.params, state, np.array(caps, np.int32))
         proposal = jax.tree.map(np.asarray, draft.proposal)
-        _check_proposal(self.name, proposal, np.array(caps), self.target.config.vocab_size)
+        _check_proposal(proposal, np.array(caps), self.target.config.vocab_size)
         num_drafts = proposal.token_ids.shape[1]
         expected = self.loaded.num_nodes(self.depth) - 1
         assert num_drafts == expected, (
-            f"drafter {self.name!r} proposes {num_drafts} nodes; its spec's num_nodes says "
-            f"{expected}."
+            f"it proposes {num_drafts} nodes; its spec's num_nodes says {expected}."
         )
         return proposal, np.arange(num_drafts)[None] < proposal.num_tokens[:, None]
 
@@ -546,10 +515,10 @@ class _Check:
         """The drafts of rows are those of fresh rows with the same tokens, or of the last time."""
         if not self.depth:
             return
-        caps = [self.depth if occupant else 0 for occupant in rows.occupants]
-        is_active = jnp.asarray([occupant is not None for occupant in rows.occupants])
-        state = dataclasses.replace(rows.state, is_active=is_active)
-        found, stands = self.drafts(state, caps)
+        caps = [self.depth if row else 0 for row in rows.rows]
+        is_active = jnp.asarray([row is not None for row in rows.rows])
+        as_active = lambda state: dataclasses.replace(state, is_active=is_active)
+        found, stands = self.drafts(as_active(rows.state), caps)
         if self.spec.learns:
             self._now.append(found)
             if len(self._now) > len(self._before):
@@ -560,7 +529,7 @@ class _Check:
                 "held before they were the row's, or on the host."
             )
         else:
-            expected, _ = self.drafts(self.fresh(rows), caps)
+            expected, _ = self.drafts(as_active(self.fresh(rows)), caps)
             what = (
                 "its drafts are not those of a fresh row with the same tokens. Its state may keep "
                 "the row before (enter_rows), miss tokens (prefill, written, num_tokens at K = 0), "
@@ -568,7 +537,7 @@ class _Check:
                 "the row was written to, which hold anything: of a drafter with taps slot 0 is "
                 "one. If it is to learn from other rows, let its spec say `learns`."
             )
-        message = f"drafter {self.name!r}, {when}: {what}"
+        message = f"{when}: {what}"
         same = functools.partial(np.testing.assert_array_equal, err_msg=message)
         close = functools.partial(
             np.testing.assert_allclose, err_msg=message, rtol=LAW_RTOL, atol=LAW_ATOL
@@ -589,13 +558,9 @@ class _Check:
     def fresh(self, rows: _Rows) -> DecodeState:
         """Returns a state that was never used, with the same texts in the same rows."""
         fresh = self.new_rows()
-        present = {row: own for row, own in enumerate(rows.occupants) if own is not None}
-        fresh.enter({row: _Occupant(o.request, [*o.token_ids]) for row, o in present.items()})
+        fresh.enter({row.index: _from(row, row.token_ids) for row in rows.rows if row})
         fresh.feed()
-        state = fresh.state
-        return dataclasses.replace(
-            state, is_active=jnp.asarray([r in present for r in range(ROWS)])
-        )
+        return fresh.state
 
     # Draws
 
@@ -605,9 +570,8 @@ class _Check:
         self.drafter = self._build(keeps_probs=self.compares_laws, says_confidence=True)
         rows = self.new_rows()
         rule = REJECTION if self.compares_laws else SEEDED
-        texts = [self.occupant(number).token_ids for number in (0, 2, 0, 2)]
-        requests = [self.request(text, 0.6, 0, rule) for text in texts]
-        rows.enter({row: _Occupant(r, t) for row, (r, t) in enumerate(zip(requests, texts))})
+        prompts = [self.text(number).token_ids for number in (0, 2, 0, 2)]
+        rows.enter({row: self.text_of(p, 0.6, 0, rule) for row, p in enumerate(prompts)})
         rows.feed()
         state = dataclasses.replace(rows.state, is_active=jnp.ones(ROWS, bool))
         self.drafts(state, [min(cap, self.depth) for cap in range(ROWS)])
@@ -636,16 +600,14 @@ class _Check:
         np.testing.assert_allclose(
             laws,
             np.broadcast_to(laws[:1], laws.shape),
-            err_msg=f"drafter {self.name!r}: rows with the same tokens have first drafts of "
-            "different laws (Proposal.probs): do they belong to another row, or know the draw?",
+            err_msg="rows with the same tokens have first drafts of different laws "
+            "(Proposal.probs): do they belong to another row, or know the draw?",
             rtol=LAW_RTOL,
             atol=LAW_ATOL,
         )
         law = laws[0].astype(np.float64)
         tokens = np.array([row.token_ids[0] for row in rows])
-        assert np.all(law[tokens] > 0), (
-            f"drafter {self.name!r} drafts tokens that its law (Proposal.probs) excludes."
-        )
+        assert np.all(law[tokens] > 0), "it drafts tokens that its law (Proposal.probs) excludes."
         # Every token's count, and sums of signs at random, which see what no single count does.
         vocab = len(law)
         signs = np.random.default_rng(0).choice([-1.0, 1.0], (64, vocab))
@@ -656,8 +618,7 @@ class _Check:
         # One count more or less is nothing to wonder at, however unlikely.
         worst = np.max(np.abs(surplus) - STANDARD_ERRORS * deviations)
         assert worst <= 2, (
-            f"drafter {self.name!r}: the first draft of {len(rows)} draws is not distributed as "
-            "its law (Proposal.probs)."
+            f"the first draft of {len(rows)} draws is not distributed as its law (Proposal.probs)."
         )
 
     def check_no_anticipation(self, rows: Sequence[Proposal]) -> None:
@@ -675,37 +636,36 @@ class _Check:
                 before = tuple(row.token_ids[:place].tolist())
                 first = seen.setdefault(before, (stands, figure))
                 assert stands == first[0], (
-                    f"drafter {self.name!r}: whether draft token {place} is proposed depends on "
-                    "what was drawn there or later; rules that compare laws would be biased."
+                    f"whether draft token {place} is proposed depends on what was drawn there or "
+                    "later; rules that compare laws would be biased."
                 )
                 assert np.isclose(figure, first[1], rtol=LAW_RTOL, atol=LAW_ATOL), (
-                    f"drafter {self.name!r}: prior_confidence of draft token {place} anticipates: "
-                    f"it is {first[1]} and {figure} after the same tokens {before}. It may "
-                    "depend on the path before the token alone."
+                    f"prior_confidence of draft token {place} anticipates: it is {first[1]} and "
+                    f"{figure} after the same tokens {before}. It may depend on the path before "
+                    "the token alone."
                 )
 
 
-def _check_proposal(name: str, proposal: Proposal, caps: np.ndarray, vocab_size: int) -> None:
+def _check_proposal(proposal: Proposal, caps: np.ndarray, vocab_size: int) -> None:
     """Raises AssertionError for a proposal of numpy arrays that breaks the contract."""
     tokens, counts = np.asarray(proposal.token_ids), np.asarray(proposal.num_tokens)
     num_drafts = tokens.shape[1]
     most = caps if proposal.tree is None else np.where(caps > 0, num_drafts, 0)
     assert np.all((counts >= 0) & (counts <= most)), (
-        f"drafter {name!r} says num_tokens={counts.tolist()}; asked for at most {most.tolist()}."
+        f"it says num_tokens={counts.tolist()}; asked for at most {most.tolist()}."
     )
     stands = np.arange(num_drafts)[None] < counts[:, None]
     ids = tokens[stands]
-    assert not np.any(ids == NOT_A_TOKEN), f"drafter {name!r} proposes NaN."
+    assert not np.any(ids == NOT_A_TOKEN), "it proposes NaN."
     assert np.all((ids >= 0) & (ids < vocab_size)), (
-        f"drafter {name!r} proposes token ids outside the vocabulary of {vocab_size}: "
-        f"{ids.tolist()}."
+        f"it proposes token ids outside the vocabulary of {vocab_size}: {ids.tolist()}."
     )
     for figure in ("prior_confidence", "path_probability"):
         values = getattr(proposal, figure)
         if values is not None:
             own = np.asarray(values)[stands]
             assert np.all((own >= 0) & (own <= 1 + 1e-5)), (
-                f"{figure} of drafter {name!r} is not in [0, 1]: {own.tolist()}."
+                f"{figure} is not in [0, 1]: {own.tolist()}."
             )
     above = np.broadcast_to(np.arange(num_drafts)[None], tokens.shape)
     if proposal.tree is not None:
@@ -714,19 +674,17 @@ def _check_proposal(name: str, proposal: Proposal, caps: np.ndarray, vocab_size:
         nodes = np.arange(1, num_drafts + 1)[None]
         is_before = (above >= 0) & (above < nodes)
         assert np.all(is_before[stands]), (
-            f"drafter {name!r}: a node of its tree comes before its parent: {parents.tolist()}."
+            f"a node of its tree comes before its parent: {parents.tolist()}."
         )
         expected = 1 + np.take_along_axis(depths, np.maximum(above, 0), axis=1)
         assert np.all((depths[:, 1:] == expected)[stands]), (
-            f"drafter {name!r}: depths of its tree are not those of its parents: {depths.tolist()}."
+            f"depths of its tree are not those of its parents: {depths.tolist()}."
         )
     if proposal.probs is not None:
         sums = np.take_along_axis(
             np.asarray(proposal.probs).sum(axis=2), np.maximum(above, 0), axis=1
         )[stands]
-        assert np.allclose(sums, 1, atol=1e-3), (
-            f"probs of drafter {name!r} sum to {sums.tolist()}; expected 1."
-        )
+        assert np.allclose(sums, 1, atol=1e-3), f"probs sum to {sums.tolist()}; expected 1."
 
 
 def _used(pages: Array, rng: np.random.Generator) -> Array:
@@ -734,6 +692,11 @@ def _used(pages: Array, rng: np.random.Generator) -> Array:
     if jnp.issubdtype(pages.dtype, jnp.floating):
         return jnp.asarray(10 * rng.standard_normal(pages.shape)).astype(pages.dtype)
     return jnp.asarray(rng.integers(0, 2, pages.shape)).astype(pages.dtype)
+
+
+def _from(row: Row, token_ids: Sequence[int]) -> Row:
+    """Returns a row's request with some tokens, in no row yet."""
+    return Row(0, 0, row.request, [*token_ids], 0, 0)
 
 
 def _row(proposal: Proposal, row: int) -> Proposal:

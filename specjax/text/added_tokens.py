@@ -49,7 +49,8 @@ def add_missing(
     Raises:
       ValueError: an entry of the files is no token, or the library refuses one.
     """
-    named = [*_with_ids(folder, files, set(special_tokens.values()))]
+    roles = set(special_tokens.values())
+    named = [*_with_ids(folder, files, roles)]
     named += _without_ids(folder, files, special_tokens.values())
     own = backend.get_added_tokens_decoder()
     last = max(backend.get_vocab_size(with_added_tokens=False) - 1, *own, 0)
@@ -58,7 +59,6 @@ def add_missing(
     names: dict[int, str] = {}  # new ones by id
     differ: dict[str, list[str]] = {}
     changed: list[str] = []
-    roles = set(special_tokens.values())
     for token, token_id, source in named:
         text = token.content
         here = placed.get(text, backend.token_to_id(text))
@@ -82,12 +82,16 @@ def add_missing(
             wanted = token if source == SETTINGS and token_id is not None else have
             if _flags(have)[:-1] != _flags(wanted)[:-1]:
                 changed.append(text)
-            is_special = have.special or wanted.special or text in roles
-            flags = dict(zip(_FLAGS, _flags(wanted))) | {"special": is_special}
-            if _flags(have) != (*flags.values(),):
-                new.setdefault(text, tokenizers.AddedToken(text, **flags))
+            flags = *_flags(wanted)[:-1], have.special or wanted.special or text in roles
+            if _flags(have) != flags:
+                new.setdefault(text, tokenizers.AddedToken(text, **dict(zip(_FLAGS, flags))))
     with errors_as_value_error(f"{folder}: its added tokens cannot be used"):
         backend.add_tokens([*new.values()])
+    return _notes(folder, differ, changed)
+
+
+def _notes(folder: Path, differ: Mapping[str, list[str]], changed: list[str]) -> list[str]:
+    """Returns what there is to say of tokens whose ids differ, by file, and of changed flags."""
     notes = [
         f"{folder}/{source} and tokenizer.json differ: {_first(said)}. tokenizer.json is used; "
         "correct the other file, or fetch both again."

@@ -22,7 +22,6 @@ from specjax.text.tool_schemas import schema_of
 
 MAX_SOURCE_CHARS = 128 * 1024
 MAX_DEPTH = 100  # of dictionaries, lists and other containers inside each other
-_ADVICE = "use the template that the model's authors published, or pass the prompt as text."
 # Written behind the final message that is to be continued. The space shows whether the template
 # strips what it writes.
 _HERE = "CONTINUED_FROM_HERE "
@@ -124,8 +123,13 @@ def render(
         final = _marked(source, messages, continue_final_message)
     given = {"tools": None if tools is None else [_tool(tool) for tool in _listed("tools", tools)]}
     given["documents"] = None if documents is None else _listed("documents", documents)
-    text, names = _rendered(
-        source,
+    if len(source) > MAX_SOURCE_CHARS:
+        raise ValueError(
+            f"the chat template has {len(source)} characters, and at most {MAX_SOURCE_CHARS} are "
+            f"compiled; {template_process.ADVICE}"
+        )
+    text, names = template_process.rendered(
+        str.__str__(source),
         {
             **plain(special_tokens or {}),
             **plain(variables),
@@ -140,31 +144,6 @@ def render(
     )
     _warn_of_unseen(names, {**variables, **given})
     return _continued(text, final) if continue_final_message else text
-
-
-def _rendered(source: str, variables: dict[str, Any]) -> tuple[str, set[str]]:
-    if len(source) > MAX_SOURCE_CHARS:
-        raise ValueError(
-            f"the chat template has {len(source)} characters, and at most {MAX_SOURCE_CHARS} are "
-            f"compiled; {_ADVICE}"
-        )
-    try:
-        return template_process.rendered(str.__str__(source), variables)
-    except template_process.Stopped as error:
-        raise ValueError(
-            f"the chat template was stopped: {error}. It may be broken or hostile; {_ADVICE}"
-        ) from error
-    except template_process.Failed as error:
-        if error.stage == "compile":
-            said = f"failed to compile: {error}; {_ADVICE}"
-        elif error.stage == "unsafe":
-            said = f"is unsafe and was stopped: {error}; {_ADVICE}"
-        else:
-            said = (
-                f"failed on {len(variables['messages'])} messages: {error}. Change the messages "
-                "(roles, order) to what the model's template takes."
-            )
-        raise ValueError(f"the chat template {said}") from error
 
 
 def _check_taken(variables: Mapping[str, Any]) -> None:

@@ -26,10 +26,11 @@ MAX_WAIT_S = 60.0  # by the clock, of which a busy machine takes its part
 MAX_MEMORY_BYTES = 2**30  # of addresses; on Linux
 MAX_OUTPUT_CHARS = 10_000_000
 MAX_PROCESSES = 4
+ADVICE = "use the template that the model's authors published, or pass the prompt as text."
 _MAX_REPLY_BYTES = 64 * 2**20
 _START = "import sys; sys.path += sys.argv[1:]; from template_worker import main; main()"
 # As in template_worker, which needs jinja2.
-_READY, _TEXT, _PREFIX_BYTES = b"ready\n", b"+", 8
+_READY, _TEXT, _PREFIX_BYTES = b"ready", b"+", 8
 _NEEDED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ", "TZDIR")
 
 
@@ -37,23 +38,23 @@ class Stopped(Exception):
     """A rendering took more than it may, or ended its process. The message says what it does."""
 
 
-class Failed(Exception):
-    """A template is none, fails on the messages, or is unsafe."""
-
-    def __init__(self, stage: str, kind: str, message: str):
-        super().__init__(f"{kind}: {message}" if message else kind)
-        self.stage = stage  # "compile", "render" or "unsafe"
-
-
 def rendered(source: str, variables: dict[str, Any]) -> tuple[str, set[str]]:
     """Returns what a template writes, given values of Python's own types; and the names of the
     variables that it reads.
 
     Raises:
-      Failed: by an error of the template.
-      Stopped: it takes more than one of the limits above, or its process ended.
+      ValueError: it is no template, fails on the messages, is unsafe, or was stopped.
       OSError: no process can be started.
     """
+    try:
+        return _rendered(source, variables)
+    except Stopped as error:
+        raise ValueError(
+            f"the chat template was stopped: {error}. It may be broken or hostile; {ADVICE}"
+        ) from error
+
+
+def _rendered(source: str, variables: dict[str, Any]) -> tuple[str, set[str]]:
     request = {
         "source": source,
         "variables": variables,
@@ -71,7 +72,17 @@ def rendered(source: str, variables: dict[str, Any]) -> tuple[str, set[str]]:
         raise Stopped(f"it takes more than {MAX_MEMORY_BYTES} bytes of memory")
     if stage == "length":
         raise Stopped(f"it writes more than {MAX_OUTPUT_CHARS} characters")
-    raise Failed(stage, failure.get("kind", ""), failure.get("message", ""))
+    error = ": ".join(filter(None, (failure.get("kind"), failure.get("message"))))
+    if stage == "compile":
+        said = f"failed to compile: {error}; {ADVICE}"
+    elif stage == "unsafe":
+        said = f"is unsafe and was stopped: {error}; {ADVICE}"
+    else:
+        said = (
+            f"failed on {len(variables['messages'])} messages: {error}. Change the messages "
+            "(roles, order) to what the model's template takes."
+        )
+    raise ValueError(f"the chat template {said}")
 
 
 class _Worker:
@@ -94,7 +105,7 @@ class _Worker:
                 f"({error}); pass prompts as text."
             ) from error
         self._is_late = False
-        if self._exchange(None, len(_READY)) != _READY:
+        if self._exchange() != _READY:
             raise OSError(
                 "the process that renders chat templates did not start (exit code "
                 f"{self.end()}); check that {sys.executable} can import jinja2 3.1.6."
@@ -116,18 +127,16 @@ class _Worker:
             raise Stopped(f"it computes for more than {MAX_CPU_S:g} s")
         raise Stopped(f"it ends the process that renders it (exit code {code})")
 
-    def _exchange(self, request: bytes | None, size: int | None = None) -> bytes | None:
+    def _exchange(self, request: bytes = b"") -> bytes | None:
         """Sends a request and returns what comes back; None where less does than is announced."""
         timer = threading.Timer(MAX_WAIT_S, self._stop)
         timer.daemon = True
         timer.start()
         to, back = self._pipes
         try:
-            if request is not None:
-                to.write(request)
-                to.flush()
-            if size is None:
-                size = int.from_bytes(back.read(_PREFIX_BYTES), "little")
+            to.write(request)
+            to.flush()
+            size = int.from_bytes(back.read(_PREFIX_BYTES), "little")
             reply = back.read(size) if 0 < size <= _MAX_REPLY_BYTES else b""
         except OSError:  # the process has ended
             return None

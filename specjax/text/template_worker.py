@@ -32,7 +32,7 @@ import jinja2.utils
 # Imported by jinja2 or Python at first use, when this process can open no file any more.
 _LATER = ("encodings.unicode_escape", "html", "jinja2.constants", "jinja2.debug")
 _LATER += ("pprint", "random", "textwrap", "unicodedata")
-READY = b"ready\n"
+READY = b"ready"  # what is said before any request, as a reply
 PREFIX_BYTES = 8  # of a request and a reply: how many bytes follow
 # What the reply of a rendering that went well begins with: then the names of the variables that the
 # template reads, a newline, and the text.
@@ -48,12 +48,14 @@ def main() -> None:
         importlib.import_module(name)
     time.localtime()  # reads the time zone's file
     _limit(True, RLIMIT_CORE=0, RLIMIT_FSIZE=0, RLIMIT_NOFILE=3, RLIMIT_NPROC=0)
-    replies.write(READY)
-    replies.flush()
-    while size := int.from_bytes(requests.read(PREFIX_BYTES), "little"):
-        reply = _answer(**marshal.loads(requests.read(size)))
+    reply = READY
+    while True:
         replies.write(len(reply).to_bytes(PREFIX_BYTES, "little") + reply)
         replies.flush()
+        size = int.from_bytes(requests.read(PREFIX_BYTES), "little")
+        if not size:
+            return
+        reply = _answer(**marshal.loads(requests.read(size)))
 
 
 def _limit(is_final: bool, **limits: int) -> None:

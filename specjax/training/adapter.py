@@ -25,7 +25,7 @@ import optax
 from jax import Array
 from jax.core import Tracer
 
-from specjax.config.checks import is_int, is_number
+from specjax.config.checks import is_number
 from specjax.models.base import Params
 from specjax.models.layouts.converting import convert
 from specjax.models.layouts.tables import leaves_of
@@ -34,9 +34,8 @@ from specjax.rl.decoder import RolloutDecoder, check_decoder
 from specjax.rl.scoring import Texts
 from specjax.training import figures, learning, replay
 from specjax.training.figures import Figures
-from specjax.training.kinds import kind_of_spec
 from specjax.training.learning import Learner
-from specjax.training.objective import Objective, Sums, check_is_objective
+from specjax.training.objective import Objective, Sums
 from specjax.training.replay import Replay
 from specjax.training.texts import LEAST_TOKENS, TextBatch, compacted
 from specjax.types import DecoderParams
@@ -123,12 +122,9 @@ class DrafterAdapter:
         """
         check_decoder(decoder)
         numbers = {"every": every, "updates": updates, "rows": rows, "replay": replay}
+        learning.check_whole(numbers, dict.fromkeys(numbers, 1))
         if max_tokens is not None:
-            numbers["max_tokens"] = max_tokens
-        for name, value in numbers.items():
-            least = LEAST_TOKENS if name == "max_tokens" else 1
-            if not is_int(value) or value < least:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
+            learning.check_whole({"max_tokens": max_tokens}, {"max_tokens": LEAST_TOKENS})
         learning.check_seed(seed)
         if below is not None and not (is_number(below) and 0 <= below <= 1):
             raise ValueError(f"{below=!r} must be a share of accepted drafts, from 0 to 1.")
@@ -204,12 +200,26 @@ class DrafterAdapter:
                 "a step runs outside jit: it keeps texts on the host and compiles its own update; "
                 "inside jit use draft_loss."
             )
-        host: Any = jax.device_get(
-            (batch.token_ids, batch.token_mask, _is_learned(batch), _accepted(batch))
-        )
-        token_ids, mask, is_learned, (num_drafted, num_accepted) = host
         # As wide as the ring, which an adapter of other sizes may have begun.
-        width = state.replay.texts.token_ids.shape[1]
+        texts = self._texts(batch, state.replay.texts.token_ids.shape[1])
+        num_dropped = len(batch.token_ids) - len(texts.lengths)
+        num_drafted, num_accepted = int(batch.num_drafted.sum()), int(batch.num_accepted.sum())
+        rate = num_accepted / num_drafted if num_drafted else None
+        ring, calls = state.replay.added(texts), int(state.num_calls) + 1
+        state = state._replace(replay=ring, num_calls=calls)
+        is_due = calls % self._every == 0 and ring.num_texts > 0
+        is_low = self._below is None or rate is None or rate < self._below
+        has_learned, loss, told = False, None, None
+        if is_due and is_low:
+            heat: Any = 1.0 if batch.sampling is None else batch.sampling.temperature
+            state, has_learned, loss, told = self._learned(state, _policy(params), heat)
+        seconds = time.perf_counter() - start
+        return state, AdapterStats(has_learned, rate, loss, told, num_dropped, seconds)
+
+    def _texts(self, batch: Rollout, width: int) -> TextBatch:
+        """Returns the texts of a batch that hold something to learn, on the host."""
+        host: Any = jax.device_get((batch.token_ids, batch.token_mask, _is_learned(batch)))
+        token_ids, mask, is_learned = host
         texts = replay.texts_of(token_ids, mask, is_learned, width)
         most = self._learner.target.vocab_size
         if texts.token_ids.size and texts.token_ids.max() >= most:
@@ -217,19 +227,16 @@ class DrafterAdapter:
                 f"the batch holds token {texts.token_ids.max()}, and the policy has {most} tokens; "
                 "give a rollout of this decoder's policy."
             )
-        num_dropped = len(token_ids) - len(texts.lengths)
-        ring, calls = state.replay.added(texts), int(state.num_calls) + 1
-        rate = int(num_accepted) / int(num_drafted) if num_drafted else None
-        state = state._replace(replay=ring, num_calls=calls)
-        is_due = calls % self._every == 0 and ring.num_texts > 0
-        is_low = self._below is None or rate is None or rate < self._below
-        if not (is_due and is_low):
-            seconds = time.perf_counter() - start
-            return state, AdapterStats(False, rate, None, None, num_dropped, seconds)
-        drawn = ring.drawn(self._updates, self._rows, self._seed)
+        return texts
+
+    def _learned(
+        self, state: AdapterState, policy: Params, heat: float
+    ) -> tuple[AdapterState, bool, float, Figures]:
+        """Returns the state after the updates, whether they changed the weights, their mean loss,
+        and the figures before them; tells the policy of K what the changed drafter is accepted
+        for, at the temperature `heat`."""
+        drawn = state.replay.drawn(self._updates, self._rows, self._seed)
         key = jax.random.fold_in(jax.random.key(self._seed), int(state.num_updates))
-        heat: Any = 1.0 if batch.sampling is None else batch.sampling.temperature
-        policy = _policy(params)
         with learning.traced_beside(policy):
             learned: Any = self._learn(
                 heat or 1.0, state.params, state.opt_state, policy, drawn, key
@@ -237,16 +244,10 @@ class DrafterAdapter:
         own, opt_state, loss, has_learned, before, after = jax.block_until_ready(learned)
         updates = int(state.num_updates) + self._updates
         state = state._replace(params=own, opt_state=opt_state, num_updates=updates)
-        if bool(has_learned):
-            self._tell(after, heat)
-        told, seconds = figures.figures_of(before), time.perf_counter() - start
-        return state, AdapterStats(bool(has_learned), rate, float(loss), told, num_dropped, seconds)
-
-    def _tell(self, sums: Sums, temperature: float) -> None:
-        """Tells the policy of K how often drafts of the changed drafter will be accepted."""
-        survival = figures.survival(sums, [(self._decoder.rule, temperature)])
-        if survival:
+        survival = figures.survival(after, [(self._decoder.rule, heat)])
+        if has_learned and survival:
             self._decoder.expect_acceptance(survival)
+        return state, bool(has_learned), float(loss), figures.figures_of(before)
 
     def _traced(
         self,
@@ -268,11 +269,8 @@ class DrafterAdapter:
             own, opt_state = carry
             text, key = part
             loss = lambda own: learner.loss(own | fixed, policy, text, key)
-            (value, sums), gradients = jax.value_and_grad(loss, has_aux=True)(own)
-            own, opt_state, is_applied = learning.applied(
-                self._optimizer, gradients, opt_state, own
-            )
-            return (own, opt_state), (value, is_applied, sums)
+            moved = learning.descended(self._optimizer, loss, own, opt_state)
+            return moved[:2], (moved.loss, moved.is_applied, moved.sums)
 
         keys = jax.random.split(key, self._updates)
         (own, opt_state), (values, applied, sums) = jax.lax.scan(
@@ -327,16 +325,10 @@ def draft_loss(
 
 
 def _learner_of(decoder: RolloutDecoder, depth: int | None, objective: Objective | None) -> Learner:
-    kind, own = kind_of_spec(decoder.drafter_spec)
-    if depth is not None and (not is_int(depth) or depth < 1):
-        raise ValueError(f"{depth=} must be a whole number of at least 1, or None.")
-    if objective is not None:
-        check_is_objective(objective)
     return learning.learner_of(
-        kind,
-        own,
-        decoder.running_config,
+        decoder.drafter_spec,
         decoder.draft_params,
+        decoder.running_config,
         depth=depth,
         num_speculative_tokens=decoder.num_speculative_tokens,
         objective=objective,
@@ -383,7 +375,3 @@ def _is_learned(batch: Rollout | Texts) -> Array:
     own = batch.loss_mask if isinstance(batch, Rollout) else batch.completion_mask
     prompts = jnp.zeros(jnp.shape(batch.prompt_mask), bool)
     return jnp.concatenate([prompts, jnp.asarray(own, bool)], axis=1)
-
-
-def _accepted(batch: Rollout) -> tuple[Array, Array]:
-    return jnp.sum(batch.num_drafted), jnp.sum(batch.num_accepted)

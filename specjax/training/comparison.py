@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from specjax.training.texts import in_parts
+
 if TYPE_CHECKING:
     from specjax.training.objective import Objective
 
@@ -117,15 +119,6 @@ def in_slices(compare: Callable[..., Any], arrays: Any, vocab_size: int) -> Any:
 
     if num_slices <= 1:
         return of_slice(False, arrays)
-    size = -(-count // num_slices)
-
     # A slice has some places of every row: rows stay on the devices that hold them.
-    def cut(x: Array) -> Array:  # [num_slices, rows, size, ...]
-        missing = ((0, 0), (0, num_slices * size - count))
-        wide = jnp.pad(x, missing + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(wide.reshape(rows, num_slices, size, *x.shape[2:]), 1, 0)
-
     one = jax.checkpoint(functools.partial(of_slice, True))
-    found = lax.map(one, jax.tree.map(cut, arrays))
-    join = lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :count]
-    return jax.tree.map(join, found)
+    return in_parts(one, arrays, -(-count // num_slices))

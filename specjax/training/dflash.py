@@ -12,7 +12,7 @@ DeepSpec's DSpark, arXiv:2607.05147; the equations are `specjax.heads.equations.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -33,30 +33,25 @@ from specjax.training.dflash_options import (
 )
 from specjax.training.drafts import Drafts, Kind
 from specjax.training.options import with_quiet_layers, with_vocabulary
-from specjax.training.texts import QUERIES_AT_ONCE, Target, TargetStates, TextBatch
+from specjax.training.texts import QUERIES_AT_ONCE, Along, Target, TextBatch, in_parts
 
 LEAST_AT_ONCE = 64  # roots of a row, where all are drafted after
 
 
 def propose(
-    params: Params,
-    config: DFlashConfig,
-    target: Target,
-    text: TextBatch,
-    states: TargetStates,
-    depth: int,
-    key: Array | None,
+    params: Params, config: DFlashConfig, along: Along, depth: int, key: Array | None
 ) -> Drafts:
     """Returns the drafts after roots that `key` draws; see `Propose` and `roots.sampled`."""
     assert depth <= config.most_drafts
     assert config.markov_kind != dspark.SELECTOR
     every = config.tokens_per_root if isinstance(config, LearnedConfig) else TOKENS_PER_ROOT
+    text = along.text
     count = -(-text.token_ids.shape[1] // every)
-    keys = _context_keys(params, config, text, states.taps)
-    blocks = lambda starts: _blocks(params, config, target, text, keys, starts, depth)
+    keys = _context_keys(params, config, text, along.taps)
+    blocks = lambda starts: _blocks(params, config, along, keys, starts, depth)
     if key is None:
         starts, is_root = roots.after_first(text)
-        out = _some_at_a_time(blocks, starts, max(count, LEAST_AT_ONCE))
+        out = in_parts(blocks, starts, max(count, LEAST_AT_ONCE))
     else:
         starts, is_root = roots.sampled(key, text, depth, count)
         out = blocks(starts)
@@ -72,19 +67,10 @@ def propose(
         if config.has_confidence:
             estimates.append(dspark.confidence_logits(params, config, row, embedded))
         hidden.append(row if latent is None else jnp.concatenate([row, latent], axis=-1))
-    score = functools.partial(_score, params, config, target)
+    score = functools.partial(_score, params, config, along.target)
     ids = params.get("target_ids")
     has_all = key is None
     return Drafts(starts, is_root, tuple(hidden), score, tuple(estimates), ids, has_all)
-
-
-def _some_at_a_time(blocks: Callable[[Array], Array], starts: Array, count: int) -> Array:
-    """Returns blocks(starts [rows, roots]), computed for at most `count` roots of a row at once."""
-    rows, num_roots = starts.shape
-    groups = -(-num_roots // count)
-    padded = jnp.pad(starts, ((0, 0), (0, groups * count - num_roots)))
-    out = jax.lax.map(blocks, jnp.moveaxis(padded.reshape(rows, groups, count), 1, 0))
-    return jnp.moveaxis(out, 0, 1).reshape(rows, -1, *out.shape[3:])[:, :num_roots]
 
 
 def _score(params: Params, config: DFlashConfig, target: Target, read: Array, s: int) -> Array:
@@ -115,8 +101,7 @@ def _context_keys(
 def _blocks(
     params: Params,
     config: DFlashConfig,
-    target: Target,
-    text: TextBatch,
+    along: Along,
     keys: tuple[tuple[Array, Array], ...],
     starts: Array,
     depth: int,
@@ -130,8 +115,8 @@ def _blocks(
     width = config.num_rows(depth)
     positions = starts[:, :, None] + jnp.arange(width)[None, None]
     ids = jnp.full(positions.shape, config.mask_token_id)
-    ids = ids.at[:, :, 0].set(_tokens_at(text, starts))
-    embedded = params["embed_tokens"][ids] if config.has_embedding else target.embed(ids)
+    ids = ids.at[:, :, 0].set(_tokens_at(along.text, starts))
+    embedded = params["embed_tokens"][ids] if config.has_embedding else along.target.embed(ids)
     flat = embedded.astype(params["fc"].dtype).reshape(-1, config.hidden_size)
     attend = functools.partial(_attend, config, starts, width)
     out, _ = dflash.forward(params, config, flat, positions.reshape(-1), attend, keys, width)
@@ -246,11 +231,9 @@ KIND = Kind(
     name="dflash",
     configure=configure_dflash,
     begin=begin,
-    taps=lambda config: config.aux_layers,
     propose=propose,
     spec=_spec,
     is_kind_of=_is_dflash,
-    most_drafts=lambda config: config.most_drafts,
 )
 KIND_OF_DSPARK = KIND._replace(
     name="dspark",

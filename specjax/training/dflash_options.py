@@ -10,20 +10,15 @@ from specjax.heads.equations import dspark
 from specjax.heads.equations.dflash import DFlashConfig
 from specjax.models.base import ModelConfig
 from specjax.training.options import (
-    LAYER_OPTIONS,
     captured_layers,
-    check_names,
-    flag_option,
+    layer_defaults,
     layers_like,
-    mask_option,
-    size_option,
+    mask_token,
+    read,
     vocabulary,
 )
 
 TOKENS_PER_ROOT = 8
-OF_BLOCKS = "block_size", "mask_token_id", "is_causal", "samples_from_anchor", "tokens_per_root"
-OF_DFLASH = "aux_layers", "draft_vocab_size", "qk_norm", *LAYER_OPTIONS, *OF_BLOCKS
-OF_DSPARK = "markov_rank", "markov_kind", "has_confidence", "confidence_reads_token"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,12 +50,8 @@ def configure_dflash(target: ModelConfig, options: dict[str, Any]) -> LearnedCon
         has, evenly from the second to the last but two); is_causal, whether a token of a block sees
         only those before it (False); samples_from_anchor, whether the root's row drafts, too
         (False); draft_vocab_size, see `vocabulary`; tokens_per_root, see LearnedConfig (8).
-
-    Raises:
-      ValueError: an option is unknown or impossible.
     """
-    check_names("dflash", options, OF_DFLASH)
-    return _config(target, {"block_size": 16, "num_layers": 5} | options)
+    return _config(target, read("dflash", options, _defaults(target, 5)))
 
 
 def configure_dspark(target: ModelConfig, options: dict[str, Any]) -> LearnedConfig:
@@ -71,52 +62,60 @@ def configure_dspark(target: ModelConfig, options: dict[str, Any]) -> LearnedCon
         is True by default; markov_rank (256, or the target's width if that is less; 0: no Markov
         head); markov_kind, "vanilla", "gated" or "rnn" ("vanilla"); has_confidence (True);
         confidence_reads_token (True, if there is a Markov head).
-
-    Raises:
-      ValueError: an option is unknown or impossible.
     """
-    check_names("dspark", options, (*OF_DFLASH, *OF_DSPARK))
-    options = {"block_size": 7, "num_layers": 2, "samples_from_anchor": True} | options
-    rank = 0
-    if options.get("markov_rank") != 0:
-        rank = size_option(options, "markov_rank", min(256, target.hidden_size))
+    of_markov = {
+        "markov_rank": min(256, target.hidden_size),
+        "markov_kind": dspark.VANILLA,
+        "has_confidence": True,
+        "confidence_reads_token": lambda own: own["markov_rank"] > 0,
+    }
+    blocks = {"block_size": 7, "samples_from_anchor": True}
+    own = read("dspark", options, _defaults(target, 2) | blocks | of_markov)
+    rank, kind = own["markov_rank"], own["markov_kind"]
     kinds = dspark.VANILLA, dspark.GATED, dspark.RNN
-    kind = options.get("markov_kind", dspark.VANILLA)
     if kind not in kinds:
         raise ValueError(f"markov_kind={kind!r} must be one of {', '.join(kinds)}.")
-    reads_token = flag_option(options, "confidence_reads_token", rank > 0)
-    if reads_token and not rank:
+    if own["confidence_reads_token"] and not rank:
         raise ValueError("confidence_reads_token=True needs a Markov head; raise markov_rank.")
-    more = {"has_confidence": flag_option(options, "has_confidence", True)}
-    more["confidence_reads_token"] = more["has_confidence"] and reads_token
-    config = _config(target, options, markov_rank=rank, markov_kind=kind, **more)
-    if rank and kind == dspark.RNN and not config.samples_from_anchor:
+    if rank and kind == dspark.RNN and not own["samples_from_anchor"]:
         raise ValueError(
             "markov_kind='rnn' with samples_from_anchor=False is not supported; leave it out."
         )
-    return config
+    own["confidence_reads_token"] &= own["has_confidence"]
+    return _config(target, own, **{name: own[name] for name in of_markov})
 
 
-def _config(target: ModelConfig, options: dict[str, Any], **more: Any) -> LearnedConfig:
-    vocab, tables = vocabulary(target, options.get("draft_vocab_size"))
-    qk_norm = flag_option(options, "qk_norm", True)
-    layers = layers_like(target, options, vocab, qk_norm=qk_norm)
-    from_anchor = flag_option(options, "samples_from_anchor", False)
+def _defaults(target: ModelConfig, num_layers: int) -> dict[str, Any]:
+    return layer_defaults(target, num_layers) | {
+        "aux_layers": None,
+        "draft_vocab_size": None,
+        "qk_norm": True,
+        "block_size": 16,
+        "mask_token_id": None,
+        "is_causal": False,
+        "samples_from_anchor": False,
+        "tokens_per_root": TOKENS_PER_ROOT,
+    }
+
+
+def _config(target: ModelConfig, own: dict[str, Any], **more: Any) -> LearnedConfig:
+    vocab, tables = vocabulary(target, own["draft_vocab_size"])
+    layers = layers_like(target, own, vocab, qk_norm=own["qk_norm"])
+    from_anchor, block_size = own["samples_from_anchor"], own["block_size"]
     least, most = (1, MAX_DEPTH) if from_anchor else (2, MAX_DEPTH + 1)
-    block_size = size_option(options, "block_size", most)
     if not least <= block_size <= most:
         raise ValueError(f"{block_size=} must be from {least} to {most}.")
-    aux = options.get("aux_layers") or _spread(target.num_layers, layers.num_layers)
+    aux = own["aux_layers"] or _spread(target.num_layers, layers.num_layers)
     return LearnedConfig(
         layers=layers,
         target_vocab_size=target.vocab_size,
         target_hidden_size=target.hidden_size,
         aux_layers=captured_layers(target, aux),
         block_size=block_size,
-        mask_token_id=mask_option(target, options),
-        causal_layers=(flag_option(options, "is_causal", False),) * layers.num_layers,
+        mask_token_id=mask_token(target, own["mask_token_id"]),
+        causal_layers=(own["is_causal"],) * layers.num_layers,
         samples_from_anchor=from_anchor,
-        tokens_per_root=size_option(options, "tokens_per_root", TOKENS_PER_ROOT),
+        tokens_per_root=own["tokens_per_root"],
         **tables,
         **more,
     )

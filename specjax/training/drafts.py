@@ -9,7 +9,8 @@ from jax import Array
 
 from specjax.drafters.base import DrafterSpec
 from specjax.models.base import ModelConfig, Params
-from specjax.training.texts import Target, TargetStates, TextBatch
+from specjax.training import roots
+from specjax.training.texts import Along, Target, TextBatch
 
 
 class Drafts(NamedTuple):
@@ -43,6 +44,18 @@ class Drafts(NamedTuple):
     has_all_roots: bool = False
     is_aligned: bool = False
 
+    @classmethod
+    def after_each(
+        cls,
+        text: TextBatch,
+        hidden: tuple[Array, ...],
+        score: Callable[[Array, int], Array],
+        target_ids: Array | None = None,
+    ) -> Drafts:
+        """Returns drafts after every token but the first, each in the place of the token that it
+        follows."""
+        return cls(*roots.after_first(text), hidden, score, (), target_ids, True, True)
+
 
 class Propose(Protocol):
     """Returns the drafts of a drafter along texts, differentiable in `params`.
@@ -51,14 +64,7 @@ class Propose(Protocol):
     """
 
     def __call__(
-        self,
-        params: Params,
-        config: Any,
-        target: Target,
-        text: TextBatch,
-        states: TargetStates,
-        depth: int,
-        key: Array | None,
+        self, params: Params, config: Any, along: Along, depth: int, key: Array | None
     ) -> Drafts: ...
 
 
@@ -69,21 +75,21 @@ class Kind(NamedTuple):
       name: as `SpeculationConfig.method` names it; of P-EAGLE, whose method is that of EAGLE-3,
         its own.
       configure: (target's config, options) -> config. Raises ValueError for an option that the
-        kind does not have.
+        kind does not have, or that is impossible.
       begin: (key, config, target, target_ids) -> params in float32, before any training.
         target_ids: i32[tokens that it can say] of a vocabulary that is a part; else None.
-      taps: config -> layers of the target that it reads, as `DrafterSpec.taps` has them.
       propose: see Propose. `depth` is the number of draft tokens of each root.
       spec: config -> the drafter's spec.
       is_kind_of: spec -> whether a drafter is of this kind.
+      taps: config -> layers of the target that it reads, as `DrafterSpec.taps` has them.
       most_drafts: config -> most draft tokens that it can be trained for; None: any number.
     """
 
     name: str
     configure: Callable[[ModelConfig, dict[str, Any]], Any]
     begin: Callable[[Array, Any, Target, Array | None], Params]
-    taps: Callable[[Any], tuple[int, ...]]
     propose: Propose
     spec: Callable[[Any], DrafterSpec]
     is_kind_of: Callable[[DrafterSpec], bool]
-    most_drafts: Callable[[Any], int | None] = lambda config: None
+    taps: Callable[[Any], tuple[int, ...]] = lambda config: config.aux_layers
+    most_drafts: Callable[[Any], int | None] = lambda config: getattr(config, "most_drafts", None)

@@ -20,7 +20,7 @@ from specjax.heads.specs import EagleDrafter
 from specjax.models.base import ModelConfig, Params, before_final_norm
 from specjax.training import eagle3
 from specjax.training.drafts import Kind
-from specjax.training.options import LAYER_OPTIONS, check_names, layers_like, with_quiet_layers
+from specjax.training.options import layer_defaults, layers_like, read, with_quiet_layers
 from specjax.training.texts import Target
 
 
@@ -30,10 +30,11 @@ def configure(target: ModelConfig, options: dict[str, Any]) -> EagleConfig:
     Args:
       options: num_layers (1), intermediate_size, num_heads and num_kv_heads (the target's).
     """
-    check_names("eagle", options, LAYER_OPTIONS)
-    layers = layers_like(target, options, target.vocab_size)
+    own = read("eagle", options, layer_defaults(target))
     return EagleConfig(
-        layers=layers, target_vocab_size=target.vocab_size, aux_layers=(target.num_layers,)
+        layers=layers_like(target, own, target.vocab_size),
+        target_vocab_size=target.vocab_size,
+        aux_layers=(target.num_layers,),
     )
 
 
@@ -43,9 +44,11 @@ def configure_mtp(target: ModelConfig, options: dict[str, Any]) -> EagleConfig:
     Args:
       options: intermediate_size, num_heads and num_kv_heads (the target's).
     """
-    check_names("mtp", options, [name for name in LAYER_OPTIONS if name != "num_layers"])
+    defaults = layer_defaults(target)
+    num_layers = {"num_layers": defaults.pop("num_layers")}
+    own = read("mtp", options, defaults) | num_layers
     return EagleConfig(
-        layers=layers_like(target, options, target.vocab_size),
+        layers=layers_like(target, own, target.vocab_size),
         target_vocab_size=target.vocab_size,
         aux_layers=(before_final_norm(target.num_layers),),
         is_mtp=True,
@@ -74,7 +77,6 @@ KIND = Kind(
     name="eagle",
     configure=configure,
     begin=begin,
-    taps=lambda config: config.aux_layers,
     propose=eagle3.propose,
     spec=EagleDrafter,
     is_kind_of=_is_eagle,

@@ -32,23 +32,21 @@ from specjax.heads.specs import EagleDrafter
 from specjax.models.base import LayerCache, ModelConfig, Params
 from specjax.training.drafts import Drafts, Kind
 from specjax.training.options import (
-    LAYER_OPTIONS,
     captured_layers,
-    check_names,
-    flag_option,
+    layer_defaults,
     layers_like,
-    mask_option,
+    mask_token,
+    read,
     vocabulary,
     with_quiet_layers,
     with_vocabulary,
 )
-from specjax.training.roots import after_first
-from specjax.training.texts import QUERIES_AT_ONCE, Target, TargetStates, TextBatch
+from specjax.training.texts import QUERIES_AT_ONCE, Along, Target, in_parts
 
 FIRST_SLOT = 1  # of the first token that has a token before it
 MOST_TOKENS_KEPT = 4096  # of a batch: with more, the inside of a step is not kept
 FLAGS = "norm_before_fc", "has_fc_norms", "norm_before_residual", "norm_output"
-OPTIONS = "aux_layers", "draft_vocab_size", *LAYER_OPTIONS, *FLAGS
+DEFAULTS = {"aux_layers": None, "draft_vocab_size": None, **dict.fromkeys(FLAGS, False)}
 
 
 def configure(target: ModelConfig, options: dict[str, Any]) -> Eagle3Config:
@@ -59,8 +57,7 @@ def configure(target: ModelConfig, options: dict[str, Any]) -> Eagle3Config:
         num_kv_heads (the target's); norm_before_fc, has_fc_norms, norm_before_residual and
         norm_output, see Eagle3Config (False); draft_vocab_size, see `vocabulary`.
     """
-    check_names("eagle3", options, OPTIONS)
-    return _config(target, options)
+    return _config(target, read("eagle3", options, DEFAULTS | layer_defaults(target)))
 
 
 def configure_masks(target: ModelConfig, options: dict[str, Any]) -> Eagle3Config:
@@ -68,48 +65,43 @@ def configure_masks(target: ModelConfig, options: dict[str, Any]) -> Eagle3Confi
 
     Args:
       options: those of EAGLE-3, of which num_layers is 4 by default; mask_token_id, see
-        `mask_option`.
+        `mask_token`.
     """
-    check_names("p-eagle", options, (*OPTIONS, "mask_token_id"))
-    mask = mask_option(target, options)
-    return dataclasses.replace(_config(target, {"num_layers": 4} | options), mask_token_id=mask)
+    defaults = DEFAULTS | layer_defaults(target, num_layers=4) | {"mask_token_id": None}
+    own = read("p-eagle", options, defaults)
+    mask = mask_token(target, own["mask_token_id"])
+    return dataclasses.replace(_config(target, own), mask_token_id=mask)
 
 
-def _config(target: ModelConfig, options: dict[str, Any]) -> Eagle3Config:
-    flags = {name: flag_option(options, name, False) for name in FLAGS}
-    if flags["norm_before_fc"] and flags["has_fc_norms"]:
+def _config(target: ModelConfig, own: dict[str, Any]) -> Eagle3Config:
+    if own["norm_before_fc"] and own["has_fc_norms"]:
         raise ValueError(
             "norm_before_fc and has_fc_norms exclude each other: one norm over all captured "
             "states, or one for each. Give one of them."
         )
-    vocab, tables = vocabulary(target, options.get("draft_vocab_size"))
+    vocab, tables = vocabulary(target, own["draft_vocab_size"])
     return Eagle3Config(
-        layers=layers_like(target, options, vocab),
+        layers=layers_like(target, own, vocab),
         target_hidden_size=target.hidden_size,
         target_vocab_size=target.vocab_size,
-        aux_layers=captured_layers(target, options.get("aux_layers")),
-        **flags,
+        aux_layers=captured_layers(target, own["aux_layers"]),
+        **{name: own[name] for name in FLAGS},
         **tables,
     )
 
 
 def propose(
-    params: Params,
-    config: AnyEagle,
-    target: Target,
-    text: TextBatch,
-    states: TargetStates,
-    depth: int,
-    key: Array | None,
+    params: Params, config: AnyEagle, along: Along, depth: int, key: Array | None
 ) -> Drafts:
     """Returns the drafts after every token but the first, of any head of pairs; see `Propose`."""
     del key
     model = equations_of(config)
+    target, text = along.target, along.text
     rows, length = text.token_ids.shape
     positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
     table = params["embed_tokens"] if config.has_embedding else None
     embed = lambda token_ids: target.embed(token_ids) if table is None else table[token_ids]
-    pairs = embed(text.token_ids), _from_slot_before(model.feature(params, config, states.taps))
+    pairs = embed(text.token_ids), _from_slot_before(model.feature(params, config, along.taps))
     caches: tuple[LayerCache, ...] = ((),) * config.layers.num_layers
     attend = functools.partial(_attend, config.layers.scale)
 
@@ -135,15 +127,7 @@ def propose(
         del s
         return head_parts.own_logits(params, read) if config.has_head else target.logits(read)
 
-    ids = params.get("target_ids")
-    return Drafts(
-        *after_first(text),
-        tuple(hidden),
-        score,
-        target_ids=ids,
-        has_all_roots=True,
-        is_aligned=True,
-    )
+    return Drafts.after_each(text, tuple(hidden), score, params.get("target_ids"))
 
 
 def _from_slot_before(x: Array) -> Array:
@@ -169,16 +153,8 @@ def _attend(
     if length <= QUERIES_AT_ONCE:
         return some(slots, q, later), steps
     count = -(-length // QUERIES_AT_ONCE)
-    size = -(-length // count)
-
-    def cut(x: Array) -> Array:  # [count, rows, size, ...]
-        wide = jnp.pad(x, ((0, 0), (0, count * size - length), (0, 0), (0, 0)))
-        return jnp.moveaxis(wide.reshape(len(x), count, size, *x.shape[2:]), 1, 0)
-
-    places = jnp.minimum(jnp.arange(count * size), length - 1).reshape(count, size)
-    block = jax.checkpoint(lambda part: some(*part))
-    out = jax.lax.map(block, (places, cut(q), jax.tree.map(cut, later)))
-    return jnp.moveaxis(out, 0, 1).reshape(len(q), -1, *q.shape[2:])[:, :length], steps
+    block = jax.checkpoint(lambda part: some(part[0][0], *part[1:]))
+    return in_parts(block, (slots[None], q, later), -(-length // count)), steps
 
 
 def _attend_some(
@@ -238,7 +214,6 @@ KIND = Kind(
     name="eagle3",
     configure=configure,
     begin=begin,
-    taps=lambda config: config.aux_layers,
     propose=propose,
     spec=EagleDrafter,
     is_kind_of=_is_eagle3,

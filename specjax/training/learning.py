@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from specjax.config.checks import is_int
+from specjax.drafters.base import DrafterSpec
 from specjax.models import sharding
 from specjax.models.base import ModelConfig, Params
 from specjax.training.drafts import Kind
-from specjax.training.objective import Objective, Sums, loss_of
-from specjax.training.texts import Target, TargetStates, TextBatch, target_states
+from specjax.training.kinds import kind_of_spec
+from specjax.training.objective import Objective, Sums, check_is_objective, loss_of
+from specjax.training.texts import Along, Target, TextBatch, states_along
 
 MOST_DEPTH = 8  # draft tokens per position that a drafter in use learns, where none are said
 
@@ -32,6 +36,9 @@ class Learner:
       target: config of the target.
       depth: draft tokens of each root that it is trained on.
       dtype: that the drafter computes in; its weights are kept in float32.
+
+    Raises:
+      ValueError: the drafter drafts no `depth` tokens.
     """
 
     kind: Kind
@@ -40,6 +47,19 @@ class Learner:
     depth: int
     objective: Objective
     dtype: DTypeLike = jnp.float32
+
+    def __post_init__(self):
+        most = self.kind.most_drafts(self.config)
+        if most is not None and self.depth > most:
+            raise ValueError(
+                f"depth={self.depth} is more than the {most} tokens that this {self.kind.name} "
+                "drafts; lower the depth, or let the head draft more."
+            )
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target that the drafter reads."""
+        return self.kind.taps(self.config)
 
     def loss(
         self, params: Params, target_params: Params, text: TextBatch, key: Array | None
@@ -53,26 +73,14 @@ class Learner:
           key: of what is drawn, as the roots of blocks; None: drafts after every token.
         """
         target = Target(self.target, jax.lax.stop_gradient(target_params))
-        states = target_states(target, text, self.kind.taps(self.config))
-        return self.loss_along(params, target, text, states, key)
+        along = states_along(target, text, self.taps)
+        return self.loss_along(params, along, key)
 
-    def loss_along(
-        self,
-        params: Params,
-        target: Target,
-        text: TextBatch,
-        states: TargetStates,
-        key: Array | None,
-    ) -> tuple[Array, Sums]:
-        """Returns what `loss` does, along texts whose hidden states are known.
-
-        Args:
-          target: no gradient reaches its weights.
-          states: of the layers that the kind reads.
-        """
+    def loss_along(self, params: Params, along: Along, key: Array | None) -> tuple[Array, Sums]:
+        """Returns what `loss` does, along texts whose hidden states are known."""
         own = cast(params, self.dtype)
-        drafts = self.kind.propose(own, self.config, target, text, states, self.depth, key)
-        return loss_of(self.objective, target, text, states, drafts)
+        drafts = self.kind.propose(own, self.config, along, self.depth, key)
+        return loss_of(self.objective, along, drafts)
 
 
 class LearningState(NamedTuple):
@@ -128,28 +136,60 @@ def update(
     learned, fixed = split(state.params)
     key = jax.random.fold_in(state.key, state.step)
     loss = lambda own: learner.loss(own | fixed, target_params, text, key)
-    (value, _), gradients = jax.value_and_grad(loss, has_aux=True)(learned)
-    params, opt_state, _ = applied(optimizer, gradients, state.opt_state, learned)
-    return LearningState(params | fixed, opt_state, state.step + 1, state.key), value
+    moved = descended(optimizer, loss, learned, state.opt_state)
+    params = moved.params | fixed
+    return LearningState(params, moved.opt_state, state.step + 1, state.key), moved.loss
 
 
-def applied(
-    optimizer: optax.GradientTransformation, gradients: Params, opt_state: Any, params: Params
-) -> tuple[Params, Any, Array]:
-    """Returns params and optimiser state after a gradient, and whether it changed them, bool[]:
-    a gradient or an update that is not finite does not."""
+class Descended(NamedTuple):
+    """The result of an update.
+
+    Attributes:
+      loss, sums: before it.
+      is_applied: bool[], whether it changed params and opt_state.
+    """
+
+    params: Params
+    opt_state: Any
+    loss: Array
+    sums: Sums
+    is_applied: Array
+
+
+def descended(
+    optimizer: optax.GradientTransformation,
+    loss: Callable[[Params], tuple[Array, Sums]],
+    params: Params,
+    opt_state: Any,
+) -> Descended:
+    """Updates by a loss's gradient; one that is not finite, or whose update is not, changes
+    nothing."""
+    (value, sums), gradients = jax.value_and_grad(loss, has_aux=True)(params)
     is_finite = jnp.isfinite(sum(map(jnp.vdot, *[jax.tree.leaves(gradients)] * 2)))
     updates, new_state = optimizer.update(gradients, opt_state, params)
     is_finite &= jnp.isfinite(sum(map(jnp.vdot, *[jax.tree.leaves(updates)] * 2)))
     keep = lambda new, old: jnp.where(is_finite, new, old)
     moved = jax.tree.map(keep, optax.apply_updates(params, updates), params)
-    return moved, jax.tree.map(keep, new_state, opt_state), is_finite
+    state = jax.tree.map(keep, new_state, opt_state)
+    return Descended(moved, state, value, sums, is_finite)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def evaluate(learner: Learner, params: Params, target_params: Params, text: TextBatch) -> Sums:
     """Returns the sums over the draft tokens after every token of texts."""
     return learner.loss(params, target_params, text, None)[1]
+
+
+def check_whole(
+    values: Mapping[str, Any], least: Mapping[str, int], may_be_none: Collection[str] = ()
+) -> None:
+    """Raises ValueError for a value that is no whole number of at least so much."""
+    for name, lowest in least.items():
+        value = values[name]
+        if value is None and name in may_be_none:
+            continue
+        if not is_int(value) or value < lowest:
+            raise ValueError(f"{name}={value!r} must be a whole number of at least {lowest}.")
 
 
 def check_seed(seed: Any) -> None:
@@ -203,10 +243,9 @@ def check_optimizer(optimizer: optax.GradientTransformation, params: Params) -> 
 
 
 def learner_of(
-    kind: Kind,
-    config: Any,
-    target: ModelConfig,
+    spec: DrafterSpec,
     params: Params,
+    target: ModelConfig,
     *,
     depth: int | None,
     num_speculative_tokens: int,
@@ -215,24 +254,26 @@ def learner_of(
     """Returns what learns for a drafter that is in use.
 
     Args:
-      kind, config: of the drafter.
-      params: its weights, or their shapes.
+      spec, params: of the drafter; its weights may be shapes.
       depth: draft tokens per position; None: K, at most 8, and at most what the drafter can.
       num_speculative_tokens: K.
 
     Raises:
+      NotImplementedError: the drafter is of a kind that cannot be trained.
       ValueError: the drafter drafts no `depth` tokens, or `depth` is above K and 8.
     """
-    most = kind.most_drafts(config)
-    if depth is not None and most is not None and depth > most:
-        raise ValueError(f"{depth=} is more than the {most} tokens that the drafter drafts.")
+    kind, config = kind_of_spec(spec)
+    check_whole({"depth": depth}, {"depth": 1}, may_be_none=("depth",))
+    if objective is not None:
+        check_is_objective(objective)
     useful = max(num_speculative_tokens, MOST_DEPTH)
     if depth is not None and depth > useful:
         raise ValueError(
             f"{depth=} must be at most {useful}: a step drafts {num_speculative_tokens} tokens at "
             "most (num_speculative_tokens)."
         )
-    usual = min(max(num_speculative_tokens, 1), MOST_DEPTH, most or MOST_DEPTH)
+    most = kind.most_drafts(config) or MOST_DEPTH
+    usual = min(max(num_speculative_tokens, 1), MOST_DEPTH, most)
     return Learner(
         kind=kind,
         config=config,
@@ -243,14 +284,28 @@ def learner_of(
     )
 
 
+def place_beside(params: Params, axis: str | None = None) -> Any:
+    """Returns where arrays beside a target go; None: the default device.
+
+    Args:
+      params: of the target.
+      axis: of its mesh that the first axis is split over, where the mesh has it; None: every device
+        holds the whole.
+    """
+    place = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    if not isinstance(place, NamedSharding):
+        return place
+    axes = [axis] if axis in place.mesh.axis_names else []
+    return NamedSharding(place.mesh, PartitionSpec(*axes))
+
+
 def traced_beside(params: Params) -> contextlib.AbstractContextManager[None]:
     """Context for tracing what learns from a target: its ops are for the devices of the weights.
 
     Args:
       params: of the target; over no mesh, ops are for the default device.
     """
-    place = getattr(jax.tree.leaves(params)[0], "sharding", None)
-    return sharding.lowered(getattr(place, "mesh", None))
+    return sharding.lowered(getattr(place_beside(params), "mesh", None))
 
 
 def split(params: Params) -> tuple[Params, Params]:

@@ -17,11 +17,10 @@ from specjax.heads.equations.medusa import MedusaConfig
 from specjax.heads.specs import NewestStateDrafter
 from specjax.models.base import ModelConfig, Params
 from specjax.training.drafts import Drafts, Kind
-from specjax.training.options import check_names, flag_option, head_rows, size_option
-from specjax.training.roots import after_first
-from specjax.training.texts import Target, TargetStates, TextBatch
+from specjax.training.options import head_rows, read
+from specjax.training.texts import Along, Target
 
-OPTIONS = "most_drafts", "num_blocks", "has_head", "has_bias"
+DEFAULTS = {"most_drafts": 5, "num_blocks": 1, "has_head": True, "has_bias": True}
 
 
 def configure(target: ModelConfig, options: dict[str, Any]) -> MedusaConfig:
@@ -31,50 +30,30 @@ def configure(target: ModelConfig, options: dict[str, Any]) -> MedusaConfig:
       options: most_drafts, the number of heads (5); num_blocks, residual blocks of each (1);
         has_head, whether each has a matrix of its own (True), or uses the target's; has_bias,
         whether blocks have one (True).
-
-    Raises:
-      ValueError: an option is unknown, or no size or flag.
     """
-    check_names("medusa", options, OPTIONS)
     return MedusaConfig(
         target_hidden_size=target.hidden_size,
         target_vocab_size=target.vocab_size,
         aux_layers=(target.num_layers,),
-        most_drafts=size_option(options, "most_drafts", 5),
-        num_blocks=size_option(options, "num_blocks", 1),
-        has_bias=flag_option(options, "has_bias", True),
-        has_head=flag_option(options, "has_head", True),
+        **read("medusa", options, DEFAULTS),
     )
 
 
 def propose(
-    params: Params,
-    config: MedusaConfig,
-    target: Target,
-    text: TextBatch,
-    states: TargetStates,
-    depth: int,
-    key: Array | None,
+    params: Params, config: MedusaConfig, along: Along, depth: int, key: Array | None
 ) -> Drafts:
     """Returns the drafts after every token but the first; see `Propose`."""
     del key
-    (last,) = states.taps
+    (last,) = along.taps
     newest = [jnp.roll(last, 1 + s, axis=1) for s in range(depth)]  # of the token before the root
     hidden = tuple(medusa.forward(params, config, each, s) for s, each in enumerate(newest))
 
     def score(read: Array, s: int) -> Array:
-        return (
-            medusa.own_logits(params, config, read, s) if config.has_head else target.logits(read)
-        )
+        if not config.has_head:
+            return along.target.logits(read)
+        return medusa.own_logits(params, config, read, s)
 
-    return Drafts(
-        *after_first(text),
-        hidden,
-        score,
-        target_ids=params.get("target_ids"),
-        has_all_roots=True,
-        is_aligned=True,
-    )
+    return Drafts.after_each(along.text, hidden, score)
 
 
 def begin(key: Array, config: MedusaConfig, target: Target, target_ids: Array | None) -> Params:
@@ -98,9 +77,7 @@ KIND = Kind(
     name="medusa",
     configure=configure,
     begin=begin,
-    taps=lambda config: config.aux_layers,
     propose=propose,
     spec=NewestStateDrafter,
     is_kind_of=lambda spec: isinstance(getattr(spec, "config", None), MedusaConfig),
-    most_drafts=lambda config: config.most_drafts,
 )

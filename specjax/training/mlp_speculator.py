@@ -17,11 +17,8 @@ from specjax.heads.equations.mlp_speculator import MlpSpeculatorConfig
 from specjax.heads.specs import NewestStateDrafter
 from specjax.models.base import ModelConfig, Params
 from specjax.training.drafts import Drafts, Kind
-from specjax.training.options import check_names, flag_option, size_option
-from specjax.training.roots import after_first
-from specjax.training.texts import Target, TargetStates, TextBatch
-
-OPTIONS = "most_drafts", "inner_size", "is_tied", "scale_input"
+from specjax.training.options import read
+from specjax.training.texts import Along, Target
 
 
 def configure(target: ModelConfig, options: dict[str, Any]) -> MlpSpeculatorConfig:
@@ -31,42 +28,31 @@ def configure(target: ModelConfig, options: dict[str, Any]) -> MlpSpeculatorConf
       options: most_drafts, tokens that it drafts at most (4); inner_size, width of its state (the
         target's); is_tied, whether all draft tokens share weights (False); scale_input, whether the
         target's hidden state is normed (True).
-
-    Raises:
-      ValueError: an option is unknown, or no size or flag.
     """
-    check_names("mlp_speculator", options, OPTIONS)
+    defaults = {"most_drafts": 4, "inner_size": target.hidden_size}
+    defaults |= {"is_tied": False, "scale_input": True}
     return MlpSpeculatorConfig(
         target_hidden_size=target.hidden_size,
         target_vocab_size=target.vocab_size,
         aux_layers=(target.num_layers,),
-        inner_size=size_option(options, "inner_size", target.hidden_size),
-        most_drafts=size_option(options, "most_drafts", 4),
-        scale_input=flag_option(options, "scale_input", True),
-        is_tied=flag_option(options, "is_tied", False),
+        **read("mlp_speculator", options, defaults),
     )
 
 
 def propose(
-    params: Params,
-    config: MlpSpeculatorConfig,
-    target: Target,
-    text: TextBatch,
-    states: TargetStates,
-    depth: int,
-    key: Array | None,
+    params: Params, config: MlpSpeculatorConfig, along: Along, depth: int, key: Array | None
 ) -> Drafts:
     """Returns the drafts after every token but the first; see `Propose`."""
-    del target, key
-    (last,) = states.taps
+    del key
+    (last,), token_ids = along.taps, along.text.token_ids
     to_next = lambda x: jnp.roll(x, 1, axis=1)  # nothing reads what the first place gets
-    state = mlp_speculator.begin(params, config, to_next(last), text.token_ids)
+    state = mlp_speculator.begin(params, config, to_next(last), token_ids)
     hidden = [state]
     for s in range(1, depth):
-        state = mlp_speculator.step(params, config, to_next(state), text.token_ids, s)
+        state = mlp_speculator.step(params, config, to_next(state), token_ids, s)
         hidden.append(state)
     score = lambda read, s: mlp_speculator.logits(params, config, read, s)
-    return Drafts(*after_first(text), tuple(hidden), score, has_all_roots=True, is_aligned=True)
+    return Drafts.after_each(along.text, tuple(hidden), score)
 
 
 def begin(
@@ -81,9 +67,7 @@ KIND = Kind(
     name="mlp_speculator",
     configure=configure,
     begin=begin,
-    taps=lambda config: config.aux_layers,
     propose=propose,
     spec=NewestStateDrafter,
     is_kind_of=lambda spec: isinstance(getattr(spec, "config", None), MlpSpeculatorConfig),
-    most_drafts=lambda config: config.most_drafts,
 )

@@ -38,7 +38,7 @@ from specjax.config.checks import is_number
 from specjax.training import comparison
 from specjax.training.comparison import Compared, in_slices
 from specjax.training.drafts import Drafts
-from specjax.training.texts import Target, TargetStates, TextBatch
+from specjax.training.texts import Along
 
 
 def check_is_objective(objective: Any) -> None:
@@ -127,11 +127,9 @@ class Sums(NamedTuple):
     by_law: Chains
 
 
-def loss_of(
-    objective: Objective, target: Target, text: TextBatch, states: TargetStates, drafts: Drafts
-) -> tuple[Array, Sums]:
+def loss_of(objective: Objective, along: Along, drafts: Drafts) -> tuple[Array, Sums]:
     """Returns the loss of drafts, f32[], differentiable in what they were made of, and sums."""
-    per_token = _told(objective, target, text, states, drafts)
+    per_token = _told(objective, along, drafts)
     count = jnp.sum(per_token.is_there, axis=(1, 2))
     total = lambda x: jnp.sum(jnp.where(per_token.is_there, x, 0.0), axis=(1, 2))
     is_whole = jnp.cumprod(per_token.is_there, axis=0)  # of the tokens up to each
@@ -139,8 +137,8 @@ def loss_of(
     survived = jnp.where(is_whole[None] > 0, jnp.cumprod(kept, axis=1), 0.0)
     steps = jnp.ones_like(survived[:, 0])
     if drafts.has_all_roots:
-        along = jax.vmap(steps_along, in_axes=(0, None))
-        steps = along(lax.stop_gradient(survived), is_whole[0] > 0)
+        begin = jax.vmap(steps_along, in_axes=(0, None))
+        steps = begin(lax.stop_gradient(survived), is_whole[0] > 0)
     over = lambda x: jnp.sum(steps[:, None] * x, axis=(2, 3))
     begun, survived = over(is_whole[None]), over(survived)
     greedy, sampled, by_law = map(Chains, begun, survived)
@@ -206,11 +204,9 @@ class _Told(NamedTuple):
     accepted: Array
 
 
-def _told(
-    objective: Objective, target: Target, text: TextBatch, states: TargetStates, drafts: Drafts
-) -> _Told:
-    depth = len(drafts.hidden)
-    at = functools.partial(_compared_at, objective, target, text, states, drafts)
+def _told(objective: Objective, along: Along, drafts: Drafts) -> _Told:
+    text, depth = along.text, len(drafts.hidden)
+    at = functools.partial(_compared_at, objective, along, drafts)
     if drafts.is_aligned:
         # The target says one thing at a token, whichever root it is drafted from.
         firsts = [_index_of(each, drafts.hidden) for each in drafts.hidden]
@@ -241,13 +237,7 @@ def _taken(x: Array, places: Array) -> Array:
 
 
 def _compared_at(
-    objective: Objective,
-    target: Target,
-    text: TextBatch,
-    states: TargetStates,
-    drafts: Drafts,
-    places: Array,
-    which: Sequence[int],
+    objective: Objective, along: Along, drafts: Drafts, places: Array, which: Sequence[int]
 ) -> list[Compared]:
     """Compares some draft tokens that follow the same tokens, [rows, n] for each.
 
@@ -266,7 +256,7 @@ def _compared_at(
         read: tuple[Array, ...],
         estimates: tuple[Array, ...],
     ) -> list[Compared]:
-        target_logits = target.logits(said)
+        target_logits = along.target.logits(said)
 
         def one(s: int, target_logits: Array, read: Array, estimate: Array) -> Compared:
             logits, ids = drafts.score(read, s), drafts.target_ids
@@ -279,9 +269,9 @@ def _compared_at(
 
     estimates = [drafts.estimates[s] if drafts.estimates else no_estimate for s in which]
     arrays = (
-        _taken(states.hidden, places),
-        _taken(text.token_ids, places + 1),
+        _taken(along.hidden, places),
+        _taken(along.text.token_ids, places + 1),
         tuple(drafts.hidden[s] for s in which),
         tuple(estimates),
     )
-    return in_slices(compare, arrays, target.config.vocab_size)
+    return in_slices(compare, arrays, along.target.config.vocab_size)

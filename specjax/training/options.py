@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,43 +13,45 @@ from specjax.config.checks import is_int
 from specjax.models.base import ModelConfig, Params
 from specjax.training.texts import Target
 
-LAYER_OPTIONS = "num_layers", "intermediate_size", "num_heads", "num_kv_heads"
+MAY_BE_0 = ("markov_rank",)
 
 
-def check_names(kind: str, options: dict[str, Any], known: Collection[str]) -> None:
-    """Raises ValueError for options that a kind of drafter does not have."""
-    if unknown := sorted(set(options) - set(known)):
+def read(kind: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a kind of drafter, as they are given or by default.
+
+    Args:
+      defaults: of all that the kind has, or functions from the options before one to its default.
+        Where it is a number the option is a size, where it is True or False a flag; options of
+        other defaults are checked by who uses them.
+
+    Raises:
+      ValueError: an option is unknown, no whole number of at least 1 (0 in MAY_BE_0), or no flag.
+    """
+    if unknown := sorted(set(options) - set(defaults)):
         raise ValueError(
             f"{', '.join(unknown)}: no option of {kind!r}; expected some of "
-            f"{', '.join(sorted(known))}."
+            f"{', '.join(sorted(defaults))}."
         )
+    own: dict[str, Any] = {}
+    for name, default in defaults.items():
+        default = default(own) if callable(default) else default
+        value, least = options.get(name, default), 0 if name in MAY_BE_0 else 1
+        if isinstance(default, bool) and not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} must be True or False (true or false in JSON).")
+        if is_int(default) and (not is_int(value) or value < least):
+            raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
+        own[name] = value
+    return own
 
 
-def size_option(options: dict[str, Any], name: str, default: int) -> int:
-    """Returns an option that is a size; ValueError where it is no whole number of at least 1."""
-    size = options.get(name, default)
-    if not is_int(size) or size < 1:
-        raise ValueError(f"{name}={size!r} must be a whole number of at least 1.")
-    return size
-
-
-def flag_option(options: dict[str, Any], name: str, default: bool) -> bool:
-    """Returns an option that is a flag; ValueError where it is neither True nor False."""
-    flag = options.get(name, default)
-    if not isinstance(flag, bool):
-        raise ValueError(f"{name}={flag!r} must be True or False (true or false in JSON).")
-    return flag
-
-
-def mask_option(target: ModelConfig, options: dict[str, Any]) -> int:
-    """Returns the token that stands for those to be drafted: by default the target's mask token,
-    else its last token.
+def mask_token(target: ModelConfig, mask: int | None) -> int:
+    """Returns the token that stands for those to be drafted; None: the target's mask token, else
+    its last token.
 
     Raises:
       ValueError: it is no token of the target.
     """
     last = target.vocab_size - 1
-    mask = options.get("mask_token_id")
     if mask is None:
         mask = last if target.mask_token_id is None else target.mask_token_id
     if not is_int(mask) or not 0 <= mask <= last:
@@ -57,25 +59,26 @@ def mask_option(target: ModelConfig, options: dict[str, Any]) -> int:
     return mask
 
 
+def layer_defaults(target: ModelConfig, num_layers: int = 1) -> dict[str, Any]:
+    """Returns the options of a head's layers by default, but for their number the target's."""
+    sizes = "intermediate_size", "num_heads", "num_kv_heads"
+    return {"num_layers": num_layers} | {name: getattr(target, name) for name in sizes}
+
+
 def layers_like(
-    target: ModelConfig, options: dict[str, Any], vocab_size: int, **others: Any
+    target: ModelConfig, options: Mapping[str, Any], vocab_size: int, **others: Any
 ) -> ModelConfig:
-    """Returns the sizes of a head's layers, those of the target where options say nothing.
+    """Returns the config of a head's layers.
 
     Args:
+      options: those of `layer_defaults`.
       vocab_size: tokens that the head can say.
       others: fields of ModelConfig.
 
     Raises:
-      ValueError: a size is not a whole number of at least 1, or heads cannot be shared.
+      ValueError: heads cannot be shared.
     """
-    defaults = {
-        "num_layers": 1,
-        "intermediate_size": target.intermediate_size,
-        "num_heads": target.num_heads,
-        "num_kv_heads": target.num_kv_heads,
-    }
-    sizes = {name: size_option(options, name, default) for name, default in defaults.items()}
+    sizes = {name: options[name] for name in layer_defaults(target)}
     if sizes["num_heads"] % sizes["num_kv_heads"]:
         raise ValueError(
             f"num_heads={sizes['num_heads']} must be a multiple of "

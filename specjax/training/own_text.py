@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from specjax.api.generation import generate
-from specjax.config.checks import is_int
 from specjax.config.sampling import SamplingParams
 from specjax.heads.loading import DrafterSource
 from specjax.models.base import Model
 from specjax.runtime.progress import Progress, Report
 from specjax.runtime.stack_level import of_the_caller
+from specjax.training import learning
 from specjax.training.data import TrainingText, from_token_ids
 from specjax.training.fingerprints import weights_fingerprint
 
@@ -99,9 +99,8 @@ def prompts_of(text: TrainingText, count: int, num_tokens: int, seed: int = 0) -
     Raises:
       ValueError: a number is out of range.
     """
-    for name, number, least in (("count", count, 0), ("num_tokens", num_tokens, 1)):
-        if not is_int(number) or number < least:
-            raise ValueError(f"{name}={number!r} must be a whole number of at least {least}.")
+    numbers = {"count": count, "num_tokens": num_tokens}
+    learning.check_whole(numbers, {"count": 0, "num_tokens": 1})
     rng = np.random.default_rng(seed)
     prompts = []
     while len(prompts) < count:

@@ -21,18 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
 
-from specjax.config.checks import is_int, is_number
+from specjax.config.checks import is_number
 from specjax.decode.kept import KeptShape
 from specjax.engine.adapting import Adapting, Learned
 from specjax.engine.windows import KeptText
 from specjax.heads.loading import LoadedDrafter
 from specjax.models.base import ModelConfig, Params, resolve_taps
 from specjax.training import figures, learning
-from specjax.training.kinds import kind_of_spec
 from specjax.training.objective import Objective, Sums, check_is_objective
-from specjax.training.texts import LEAST_TOKENS, Target, TargetStates, TextBatch
+from specjax.training.texts import LEAST_TOKENS, Along, Target, TextBatch
 
 # An update is dropped if the loss of its own texts rises by more than this share of it, and by more
 # nats than this.
@@ -78,12 +76,9 @@ class Adapt:
         learning.check_is_optimizer(self.optimizer)
         if self.objective is not None:
             check_is_objective(self.objective)
-        least = {"every_tokens": 1, "rows": 1, "length": LEAST_TOKENS, "replay": 2, "idle_steps": 0}
-        least |= {} if self.depth is None else {"depth": 1}
-        for name, lowest in least.items():
-            value = getattr(self, name)
-            if not is_int(value) or value < lowest:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {lowest}.")
+        least = {"every_tokens": 1, "rows": 1, "length": LEAST_TOKENS, "replay": 2}
+        least |= {"idle_steps": 0, "depth": 1}
+        learning.check_whole(vars(self), least, may_be_none=("depth",))
         learning.check_seed(self.seed)
         if not is_number(self.max_share) or not 0 < self.max_share <= 1:
             raise ValueError(f"max_share={self.max_share!r} must be above 0 and at most 1.")
@@ -149,15 +144,13 @@ class WindowLearner:
         num_speculative_tokens: int,
         length: int,
     ):
-        kind, own = kind_of_spec(drafter.spec)
         self.rows, self._length = min(settings.rows, settings.replay), length
         self._settings = settings
         self._dtypes = jax.tree.map(lambda leaf: leaf.dtype, drafter.params)
         self._learner = learning.learner_of(
-            kind,
-            own,
-            target,
+            drafter.spec,
             drafter.params,
+            target,
             depth=settings.depth,
             num_speculative_tokens=num_speculative_tokens,
             objective=settings.objective,
@@ -166,7 +159,7 @@ class WindowLearner:
         # As the decoder keeps them.
         absorbed = resolve_taps(drafter.spec.taps, target.num_layers)
         self.layers = tuple(dict.fromkeys((*absorbed, target.num_layers)))
-        read = resolve_taps(kind.taps(own), target.num_layers)
+        read = resolve_taps(self._learner.taps, target.num_layers)
         self._places = tuple(self.layers.index(layer) for layer in read)
         self._output = self.layers.index(target.num_layers)
         self._params: Any = None
@@ -200,11 +193,9 @@ class WindowLearner:
         inputs = wide, opt_state, fixed, _shapes(target), states, windows, text, np.int32(0)
         found: Any = self._jitted().lower(*inputs).compile().memory_analysis()
         beside = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-        kept = sum(
-            math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((wide, opt_state))
-        )
-        served = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(learned))
-        return LearnerBytes(kept + served, max(beside, 0))
+        kept = jax.tree.leaves((wide, opt_state, learned))
+        kept_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in kept)
+        return LearnerBytes(kept_bytes, max(beside, 0))
 
     def restart(self, params: Params) -> None:
         """Begins again from weights of the drafter, which are copied to float32."""
@@ -293,19 +284,17 @@ class WindowLearner:
         target = Target(learner.target, jax.lax.stop_gradient(target_params))
         # What a window held before may be NaN, and stands behind the text.
         kept = [jnp.where(text.is_text[..., None], each[windows], 0) for each in states]
-        along = TargetStates(tuple(kept[place] for place in self._places), kept[self._output])
+        taps = tuple(kept[place] for place in self._places)
+        along = Along(target, text, taps, kept[self._output])
         key = jax.random.fold_in(jax.random.key(self._settings.seed), step)
-        loss = lambda own: learner.loss_along(own | fixed, target, text, along, key)
-        (before, sums), gradients = jax.value_and_grad(loss, has_aux=True)(own)
-        new, new_state, is_applied = learning.applied(
-            self._settings.optimizer, gradients, opt_state, own
-        )
-        after, _ = loss(new)
+        loss = lambda own: learner.loss_along(own | fixed, along, key)
+        moved = learning.descended(self._settings.optimizer, loss, own, opt_state)
+        before, (after, _) = moved.loss, loss(moved.params)
         most = before + MOST_RISE * jnp.maximum(jnp.abs(before), 1.0)
-        is_kept = is_applied & jnp.isfinite(before) & jnp.isfinite(after) & (after <= most)
+        is_kept = moved.is_applied & jnp.isfinite(before) & jnp.isfinite(after) & (after <= most)
         choose = lambda new, old: jnp.where(is_kept, new, old)
-        new, new_state = jax.tree.map(choose, (new, new_state), (own, opt_state))
-        return new, new_state, before, is_kept, sums
+        new, new_state = jax.tree.map(choose, moved[:2], (own, opt_state))
+        return new, new_state, before, is_kept, moved.sums
 
 
 def _batch(texts: Sequence[KeptText], rows: int, length: int) -> tuple[TextBatch, np.ndarray]:
@@ -323,9 +312,8 @@ def _batch(texts: Sequence[KeptText], rows: int, length: int) -> tuple[TextBatch
 
 def _beside(params: Params, tree: Any) -> Any:
     """Returns a tree with its arrays on the devices of weights: whole on each, if not there yet."""
-    place = jax.tree.leaves(params)[0].sharding
-    whole = NamedSharding(place.mesh, PartitionSpec()) if hasattr(place, "mesh") else place
-    is_there = lambda x: x.sharding.device_set == place.device_set
+    whole = learning.place_beside(params)
+    is_there = lambda x: x.sharding.device_set == whole.device_set
     return jax.tree.map(lambda x: x if is_there(x) else jax.device_put(x, whole), tree)
 
 

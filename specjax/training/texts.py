@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,27 @@ from specjax.models.families import family_of
 # Queries of a text whose attention scores exist at once.
 QUERIES_AT_ONCE = 512
 LEAST_TOKENS = 8  # of a text that a drafter learns from while it is used
+
+
+def in_parts(call: Callable[[Any], Any], arrays: Any, size: int) -> Any:
+    """Returns call(arrays), computed for `size` places of their second axis at a time.
+
+    Args:
+      call: from arrays [rows, size, ...] to arrays [rows, size, ...] of the same places; zeros fill
+        the last part.
+      arrays: a tree of [rows, length, ...].
+    """
+    length = jax.tree.leaves(arrays)[0].shape[1]
+    num_parts = -(-length // size)
+
+    def cut(x: Array) -> Array:  # [num_parts, rows, size, ...]
+        wide = jnp.pad(x, ((0, 0), (0, num_parts * size - length)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.moveaxis(wide.reshape(len(x), num_parts, size, *x.shape[2:]), 1, 0)
+
+    def joined(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length]
+
+    return jax.tree.map(joined, jax.lax.map(call, jax.tree.map(cut, arrays)))
 
 
 class TextBatch(NamedTuple):
@@ -71,19 +93,22 @@ class Target:
         return family_of(self.config).logits(self.params, self.config, hidden, None)
 
 
-class TargetStates(NamedTuple):
-    """Hidden states of the target along texts, [rows, length, hidden_size] each.
+class Along(NamedTuple):
+    """Texts, and the target's hidden states along them, [rows, length, hidden_size] each.
 
     Attributes:
+      target: no gradient reaches its weights.
       taps: of the layers that the drafter reads.
       hidden: the normed output, which the target's head reads.
     """
 
+    target: Target
+    text: TextBatch
     taps: tuple[Array, ...]
     hidden: Array
 
 
-def target_states(target: Target, text: TextBatch, taps: tuple[int, ...]) -> TargetStates:
+def states_along(target: Target, text: TextBatch, taps: tuple[int, ...]) -> Along:
     """Returns what the target computes along texts; no gradient passes.
 
     Args:
@@ -97,5 +122,5 @@ def target_states(target: Target, text: TextBatch, taps: tuple[int, ...]) -> Tar
         taps=taps,
         queries_at_once=QUERIES_AT_ONCE,
     )
-    stopped: Any = jax.lax.stop_gradient(TargetStates(tapped, hidden))
-    return stopped
+    stopped: Any = jax.lax.stop_gradient((tapped, hidden))
+    return Along(target, text, *stopped)

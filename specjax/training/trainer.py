@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from specjax.checkpoints.pretrained import save_pretrained
-from specjax.config.checks import is_int, is_number
+from specjax.config.checks import is_number
 from specjax.config.names import OptimizerName, TrainedKind
 from specjax.drafters.spec import ModelDrafter
 from specjax.heads.loading import LoadedDrafter, load_drafter
@@ -26,11 +27,10 @@ from specjax.runtime.stack_level import of_the_caller
 from specjax.training import figures, learning, optimizers, options
 from specjax.training.data import TrainingText
 from specjax.training.drafts import Kind
-from specjax.training.figures import Figures
 from specjax.training.fingerprints import weights_fingerprint
 from specjax.training.kinds import kind_of, kind_of_spec
 from specjax.training.learning import Learner
-from specjax.training.objective import Objective, Sums, check_is_objective, value_of
+from specjax.training.objective import Objective, check_is_objective, value_of
 from specjax.training.run_store import Look, RunMemory, RunStore
 from specjax.training.texts import TextBatch
 
@@ -74,10 +74,9 @@ class TrainingConfig:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("depth", "rows", "steps", "eval_every", "checkpoint_every"):
-            value = getattr(self, name)
-            if not is_int(value) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+        least = dict.fromkeys(("depth", "rows", "steps", "eval_every", "checkpoint_every"), 1)
+        least |= {"warmup": 0, "decay": 0, "patience": 1}
+        learning.check_whole(vars(self), least, may_be_none=("decay", "patience"))
         if self.optimizer not in RATES:
             raise ValueError(
                 f"optimizer={self.optimizer!r} must be one of {', '.join(RATES)}; any other of "
@@ -88,12 +87,6 @@ class TrainingConfig:
             raise ValueError(f"learning_rate={rate!r} must be a number above 0, or None.")
         learning.check_seed(self.seed)
         check_is_objective(self.objective)
-        for name, least in (("warmup", 0), ("decay", 0), ("patience", 1)):
-            value = getattr(self, name)
-            if value is None and name in ("decay", "patience"):
-                continue
-            if not is_int(value) or value < least:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
 
     def resolved(self) -> dict[str, Any]:
         """Returns the fields that may be None, as they count."""
@@ -204,6 +197,32 @@ def train(
         gradients and weights, the target gives NaN, or the folder holds the run of other arguments.
     """
     config = TrainingConfig() if config is None else config
+    _check_types(target, text, config, head, held_out)
+    if minutes is not None and not (is_number(minutes) and minutes > 0):
+        raise ValueError(f"minutes={minutes!r} must be a number above 0, or None.")
+    is_text = isinstance(held_out, TrainingText)
+    training, looked_at = (text, held_out) if is_text else text.split(held_out)
+    looked_at = _sample(looked_at, config)
+    for each in (training, looked_at):
+        _check_text(each, target, config)
+    learner, given = _learner(target, kind, config, dict(head or {}), start)
+    config = config if given is None else config.going_on()
+    sizes = {target.config.vocab_size, getattr(learner.config, "vocab_size", 0)}
+    used = config.transformation(sizes) if optimizer is None else optimizer
+    learning.check_is_optimizer(used)
+    run = _Run(learner, config, used, target, training, looked_at)
+    memory = run.begin(given)
+    said = run.said(given, "default" if optimizer is None else "given")
+    bar = Progress(progress)
+    with contextlib.closing(bar), contextlib.closing(RunStore(folder, said)) as store:
+        memory = store.restore(memory)
+        seconds = math.inf if minutes is None else 60.0 * minutes
+        run.steps(memory, store, bar.report, on_look, seconds)
+    return run.trained(memory, said)
+
+
+def _check_types(target: Any, text: Any, config: Any, head: Any, held_out: Any) -> None:
+    """Raises TypeError for arguments of `train` of another type."""
     if not isinstance(target, Model) or not isinstance(text, TrainingText):
         raise TypeError(
             f"target is {target!r:.100} and text {text!r:.100}; expected what load_model returns, "
@@ -213,40 +232,11 @@ def train(
         raise TypeError(f"config is {config!r:.100}; expected a TrainingConfig.")
     if head is not None and not isinstance(head, Mapping):
         raise TypeError(f"head is {head!r:.100}; expected a mapping of options, as num_layers.")
-    is_text = isinstance(held_out, TrainingText)
-    if not is_text and not is_number(held_out):
+    if not isinstance(held_out, TrainingText) and not is_number(held_out):
         raise TypeError(
             f"held_out is {held_out!r:.100}; expected a TrainingText, or a number above 0 and "
             "below 1."
         )
-    training, looked_at = (text, held_out) if is_text else text.split(held_out)
-    if minutes is not None and not (is_number(minutes) and minutes > 0):
-        raise ValueError(f"minutes={minutes!r} must be a number above 0, or None.")
-    looked_at = _sample(looked_at, config)
-    for each in (training, looked_at):
-        _check_text(each, target, config)
-    learner, given = _learner(target, kind, config, dict(head or {}), start)
-    if given is not None:
-        config = config.going_on()
-    target_ids = _target_ids(learner, training)
-    sizes = {target.config.vocab_size, getattr(learner.config, "vocab_size", 0)}
-    used = config.transformation(sizes) if optimizer is None else optimizer
-    learning.check_is_optimizer(used)
-    run = _Run(learner, config, used, target.params)
-    said = _said(learner, config, target, given, optimizer, training, looked_at)
-    state = learning.begin(learner, run.optimizer, target.params, config.seed, target_ids, given)
-    learning.check_optimizer(run.optimizer, learning.split(state.params)[0])
-    memory = RunMemory.of(jax.device_put(state, _mesh_sharding(target.params, None)))
-    store = RunStore(folder, said)
-    bar = Progress(progress)
-    try:
-        memory = store.restore(memory)
-        seconds = math.inf if minutes is None else 60.0 * minutes
-        _loop(run, store, memory, training, looked_at, bar, on_look, seconds)
-    finally:
-        bar.close()
-        store.close()
-    return _trained(target, learner, config, memory, training, looked_at, said)
 
 
 def check(
@@ -258,51 +248,163 @@ def check(
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
+    """What is static about a run; `RunMemory` is what changes."""
+
     learner: Learner
     config: TrainingConfig
     optimizer: optax.GradientTransformation
-    target_params: Params
+    target: Model
+    training: TrainingText
+    looked_at: TrainingText
 
-    def look(self, params: Params, text: TrainingText, report: Report) -> tuple[float, Figures]:
-        """Returns the objective along held-out text, and what that says of some weights."""
-        total: Sums | None = None
-        for index, batch in enumerate(text.in_order(self.config.rows)):
+    def begin(self, given: Params | None = None) -> RunMemory:
+        """Returns the memory before the first step.
+
+        Args:
+          given: weights to begin with, in float32; None: new ones.
+        """
+        ids, seed, params = None, self.config.seed, self.target.params
+        if getattr(self.learner.config, "maps_vocabulary", False):
+            # A vocabulary that is a part has the most frequent tokens of what is learned.
+            counts = self.training.counts(self.learner.target.vocab_size)
+            ids = jnp.asarray(options.frequent_tokens(counts, self.learner.config.vocab_size))
+        state = learning.begin(self.learner, self.optimizer, params, seed, ids, given)
+        learning.check_optimizer(self.optimizer, learning.split(state.params)[0])
+        return RunMemory.of(jax.device_put(state, learning.place_beside(params)))
+
+    def steps(
+        self,
+        memory: RunMemory,
+        store: RunStore,
+        report: Report,
+        on_look: Callable[[Look], None] | None,
+        seconds: float,
+    ) -> None:
+        """Trains until the last step, for so many seconds, or until held-out text says no more."""
+        config, start = self.config, time.perf_counter()
+
+        def look() -> None:
+            found = self.look(memory, report, time.perf_counter() - start)
+            if on_look is not None:
+                on_look(found)
+
+        if not memory.looks:
+            report("compiling the look at held-out text", 0, 0)
+            look()
+        is_late = False
+        report("compiling the update", 0, 0)
+        while memory.step < config.steps and not memory.is_stale(config.patience) and not is_late:
+            step = memory.step
+            self.update(memory)
+            step += 1
+            report("training", step, config.steps)
+            is_late = time.perf_counter() - start >= seconds
+            if step % config.eval_every == 0 or step == config.steps or is_late:
+                look()
+            has_ended = step == config.steps or memory.is_stale(config.patience) or is_late
+            if step % config.checkpoint_every == 0 or has_ended:
+                store.save(memory)
+
+    def update(self, memory: RunMemory) -> None:
+        """Takes a step. Warns of the first whose loss is not finite, which changes nothing."""
+        batch = self.training.batch(memory.step, self.config.rows, self.config.seed)
+        params = self.target.params
+        with learning.traced_beside(params):
+            memory.state, value = learning.update(
+                self.learner, self.optimizer, memory.state, params, self.placed(batch)
+            )
+        loss = float(value)
+        if math.isfinite(loss):
+            memory.loss_sum += loss
+            memory.loss_count += 1
+            return
+        if not memory.num_skipped:
+            warnings.warn(
+                f"the loss of step {memory.step} is {loss}: the step changes nothing. A lower "
+                "learning_rate may help.",
+                stacklevel=of_the_caller(),
+            )
+        memory.num_skipped += 1
+
+    def look(self, memory: RunMemory, report: Report, seconds: float) -> Look:
+        """Returns what held-out text says of the weights, and notes it; keeps the best ones.
+
+        Args:
+          seconds: since this process began or went on with the run.
+        """
+        total, params = None, self.target.params
+        for index, batch in enumerate(self.looked_at.in_order(self.config.rows)):
             placed = self.placed(batch)
-            with learning.traced_beside(self.target_params):
-                found = learning.evaluate(self.learner, params, self.target_params, placed)
+            with learning.traced_beside(params):
+                found = learning.evaluate(self.learner, memory.state.params, params, placed)
             total = figures.add(total, found)
-            num_seen = min((index + 1) * self.config.rows, len(text))
-            report("looking at held-out text", num_seen, len(text))
+            num_seen = min((index + 1) * self.config.rows, len(self.looked_at))
+            report("looking at held-out text", num_seen, len(self.looked_at))
         assert total is not None
         value = float(value_of(self.learner.objective, total))
-        return value, figures.figures_of(total)
+        if not memory.looks and not math.isfinite(value):
+            raise ValueError(
+                f"the loss along held-out text is {value} before the first step: the target or "
+                "the drafter gives numbers that are not finite. Check the target's weights."
+            )
+        if all(value < look.loss for look in memory.looks):
+            memory.best = jax.tree.map(jnp.copy, memory.state.params)
+        loss = memory.loss_sum / memory.loss_count if memory.loss_count else None
+        look = Look(memory.step, loss, value, figures.figures_of(total), seconds)
+        memory.looks.append(look)
+        memory.loss_sum, memory.loss_count = 0.0, 0
+        return look
 
     def placed(self, batch: TextBatch) -> TextBatch:
         """Returns a batch where the target is."""
-        sharding = _mesh_sharding(self.target_params, DATA)
+        sharding = learning.place_beside(self.target.params, DATA)
         return TextBatch(*(jax.device_put(each, sharding) for each in batch))
 
+    def said(self, given: Params | None, optimizer: str) -> dict[str, Any]:
+        """Returns what a run depends on, JSON-like: a folder goes on with the same alone."""
+        fields = json.loads(json.dumps(dataclasses.asdict(self.config)))
+        for name in ("checkpoint_every", "patience"):  # which change no weight
+            del fields[name]
+        return {
+            "kind": self.learner.kind.name,
+            "head": repr(self.learner.config),
+            "start": None if given is None else weights_fingerprint(given),
+            "target": f"{self.learner.target!r} {weights_fingerprint(self.target.params)}",
+            "config": fields,
+            "optimizer": optimizer,
+            "figures": FIGURES,
+            "text": self.training.fingerprint,
+            "held_out": self.looked_at.fingerprint,
+        }
 
-def _mesh_sharding(params: Params, axis: str | None) -> Any:
-    """Returns where arrays beside the target go; None: the default device.
-
-    Args:
-      axis: of its mesh that the first axis is split over, where the mesh has it; None: every device
-        holds the whole.
-    """
-    place = getattr(jax.tree.leaves(params)[0], "sharding", None)
-    if not isinstance(place, jax.sharding.NamedSharding):
-        return place
-    axes = [axis] if axis in place.mesh.axis_names else []
-    return jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec(*axes))
-
-
-def _rows_of_mesh(params: Params) -> int:
-    """Returns over how many devices texts are split."""
-    place = _mesh_sharding(params, DATA)
-    if not isinstance(place, jax.sharding.NamedSharding):
-        return 1
-    return dict(place.mesh.shape).get(DATA, 1)
+    def trained(self, memory: RunMemory, said: dict[str, Any]) -> Trained:
+        """Returns the drafter with the best weights, and what there is to say of it."""
+        learner, target = self.learner, self.target
+        params = learning.cast(memory.best, learner.dtype)
+        name = f"{learner.kind.name} for {target.name or 'a target'}"
+        spec = learner.kind.spec(learner.config)
+        is_model = isinstance(spec, ModelDrafter)  # which is saved with its tokenizer
+        drafter = LoadedDrafter(name, spec, params, (), target.tokenizer if is_model else None)
+        trained = Trained(drafter, tuple(memory.looks), {}, target)
+        config = said["config"] | self.config.resolved()
+        if said["optimizer"] == "given":  # which leaves these unused
+            config["optimizer"] = "given"
+            for unused in ("learning_rate", "warmup", "decay"):
+                del config[unused]
+        facts = {
+            "target": target.name,
+            "kind": learner.kind.name,
+            "text": self.training.source,
+            "training_tokens": self.training.num_tokens,
+            "held_out_tokens": self.looked_at.num_tokens,
+            "steps": memory.step,
+            "step_of_weights": trained.best.step,
+            "steps_skipped": memory.num_skipped,
+            "config": config,
+            "held_out": trained.best.figures.as_json(),
+            "jax": jax.__version__,
+        }
+        return dataclasses.replace(trained, facts=facts)
 
 
 def _sample(text: TrainingText, config: TrainingConfig) -> TrainingText:
@@ -313,81 +415,6 @@ def _sample(text: TrainingText, config: TrainingConfig) -> TrainingText:
     return text.take([i * len(text) // most for i in range(most)])
 
 
-def _loop(
-    run: _Run,
-    store: RunStore,
-    memory: RunMemory,
-    training: TrainingText,
-    looked_at: TrainingText,
-    bar: Progress,
-    on_look: Callable[[Look], None] | None,
-    seconds: float,
-) -> None:
-    """Trains until the last step, for so many seconds, or until held-out text says no more."""
-    config, start = run.config, time.perf_counter()
-    look = lambda: _look(run, memory, looked_at, start, bar.report, on_look)
-    if not memory.looks:
-        bar.report("compiling the look at held-out text", 0, 0)
-        look()
-    is_late = False
-    bar.report("compiling the update", 0, 0)
-    while memory.step < config.steps and not memory.is_stale(config.patience) and not is_late:
-        step = memory.step
-        batch = run.placed(training.batch(step, config.rows, config.seed))
-        with learning.traced_beside(run.target_params):
-            memory.state, loss = learning.update(
-                run.learner, run.optimizer, memory.state, run.target_params, batch
-            )
-        _count(memory, float(loss))
-        step += 1
-        bar.report("training", step, config.steps)
-        is_late = time.perf_counter() - start >= seconds
-        if step % config.eval_every == 0 or step == config.steps or is_late:
-            look()
-        has_ended = step == config.steps or memory.is_stale(config.patience) or is_late
-        if step % config.checkpoint_every == 0 or has_ended:
-            store.save(memory)
-
-
-def _count(memory: RunMemory, loss: float) -> None:
-    """Adds the loss of a step, or counts a step that changed nothing; warns of the first."""
-    if math.isfinite(loss):
-        memory.loss_sum += loss
-        memory.loss_count += 1
-        return
-    if not memory.num_skipped:
-        warnings.warn(
-            f"the loss of step {memory.step} is {loss}: the step changes nothing. A lower "
-            "learning_rate may help.",
-            stacklevel=of_the_caller(),
-        )
-    memory.num_skipped += 1
-
-
-def _look(
-    run: _Run,
-    memory: RunMemory,
-    looked_at: TrainingText,
-    start: float,
-    report: Report,
-    on_look: Callable[[Look], None] | None,
-) -> None:
-    value, found = run.look(memory.state.params, looked_at, report)
-    if not memory.looks and not math.isfinite(value):
-        raise ValueError(
-            f"the loss along held-out text is {value} before the first step: the target or the "
-            "drafter gives numbers that are not finite. Check the target's weights."
-        )
-    if all(value < look.loss for look in memory.looks):
-        memory.best = jax.tree.map(jnp.copy, memory.state.params)
-    loss = memory.loss_sum / memory.loss_count if memory.loss_count else None
-    look = Look(memory.step, loss, value, found, time.perf_counter() - start)
-    memory.looks.append(look)
-    memory.loss_sum, memory.loss_count = 0.0, 0
-    if on_look is not None:
-        on_look(look)
-
-
 def _learner(
     target: Model,
     kind_name: str,
@@ -396,18 +423,11 @@ def _learner(
     start: Model | LoadedDrafter | None = None,
 ) -> tuple[Learner, Params | None]:
     """Returns what is static about a run, and the weights that it begins with, if given."""
-    given = None
     if start is None:
-        kind = kind_of(kind_name)
+        kind, given = kind_of(kind_name), None
         own = kind.configure(target.config, head)
     else:
         kind, own, given = _given(target, start, head)
-    most = kind.most_drafts(own)
-    if most is not None and config.depth > most:
-        raise ValueError(
-            f"depth={config.depth} is more than the {most} tokens that this {kind.name} drafts; "
-            "lower the depth, or let the head draft more."
-        )
     learner = Learner(
         kind=kind,
         config=own,
@@ -434,14 +454,6 @@ def _given(
     return kind, own, learning.cast(copies, jnp.float32)
 
 
-def _target_ids(learner: Learner, text: TrainingText) -> jax.Array | None:
-    """Returns the tokens of a vocabulary that is a part: the most frequent of what is learned."""
-    if not getattr(learner.config, "maps_vocabulary", False):
-        return None
-    counts = text.counts(learner.target.vocab_size)
-    return jnp.asarray(options.frequent_tokens(counts, learner.config.vocab_size))
-
-
 def _check_text(text: TrainingText, target: Model, config: TrainingConfig) -> None:
     """Raises ValueError for text or a batch that the target cannot take."""
     least, largest = int(text.token_ids.min()), int(text.token_ids.max())
@@ -461,76 +473,10 @@ def _check_text(text: TrainingText, target: Model, config: TrainingConfig) -> No
             f"depth={config.depth} is more than the {text.length - 2} tokens after the first that "
             f"texts of {text.length} tokens have to draft; lower it, or give longer texts."
         )
-    rows = _rows_of_mesh(target.params)
+    mesh = getattr(learning.place_beside(target.params), "mesh", None)
+    rows = 1 if mesh is None else mesh.shape.get(DATA, 1)
     if config.rows % rows:
         raise ValueError(
             f"rows={config.rows} must be a multiple of the {rows} parts that the mesh's axis "
             f'"{DATA}" splits texts over.'
         )
-
-
-def _said(
-    learner: Learner,
-    config: TrainingConfig,
-    target: Model,
-    given: Params | None,
-    optimizer: optax.GradientTransformation | None,
-    training: TrainingText,
-    looked_at: TrainingText,
-) -> dict[str, Any]:
-    """Returns what a run depends on, JSON-like: a folder goes on with the same alone."""
-    fields = json.loads(json.dumps(dataclasses.asdict(config)))
-    for name in ("checkpoint_every", "patience"):  # which change no weight
-        del fields[name]
-    return {
-        "kind": learner.kind.name,
-        "head": repr(learner.config),
-        "start": None if given is None else weights_fingerprint(given),
-        "target": f"{learner.target!r} {weights_fingerprint(target.params)}",
-        "config": fields,
-        "optimizer": "default" if optimizer is None else "given",
-        "figures": FIGURES,
-        "text": training.fingerprint,
-        "held_out": looked_at.fingerprint,
-    }
-
-
-def _trained(
-    target: Model,
-    learner: Learner,
-    config: TrainingConfig,
-    memory: RunMemory,
-    training: TrainingText,
-    looked_at: TrainingText,
-    said: dict[str, Any],
-) -> Trained:
-    params = learning.cast(memory.best, learner.dtype)
-    name = f"{learner.kind.name} for {target.name or 'a target'}"
-    spec = learner.kind.spec(learner.config)
-    is_model = isinstance(spec, ModelDrafter)  # which is saved with its tokenizer
-    drafter = LoadedDrafter(name, spec, params, (), target.tokenizer if is_model else None)
-    trained = Trained(drafter, tuple(memory.looks), {}, target)
-    facts = {
-        "target": target.name,
-        "kind": learner.kind.name,
-        "text": training.source,
-        "training_tokens": training.num_tokens,
-        "held_out_tokens": looked_at.num_tokens,
-        "steps": memory.step,
-        "step_of_weights": trained.best.step,
-        "steps_skipped": memory.num_skipped,
-        "config": _config_facts(config, said),
-        "held_out": trained.best.figures.as_json(),
-        "jax": jax.__version__,
-    }
-    return dataclasses.replace(trained, facts=facts)
-
-
-def _config_facts(config: TrainingConfig, said: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config for a card: what an optimiser of one's own leaves unused is left out."""
-    facts = said["config"] | config.resolved()
-    if said["optimizer"] == "given":
-        facts["optimizer"] = "given"
-        for name in ("learning_rate", "warmup", "decay"):
-            del facts[name]
-    return facts

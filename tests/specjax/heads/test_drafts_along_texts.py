@@ -31,7 +31,7 @@ from specjax.training import eagle3 as eagle3_kind
 from specjax.training import medusa as medusa_kind
 from specjax.training import mlp_speculator as mlp_kind
 from specjax.training.objective import Objective, loss_of
-from specjax.training.texts import Target, TextBatch, target_states
+from specjax.training.texts import Target, TextBatch, states_along
 
 LENGTHS, LENGTH, DEPTH = (14, 3, 1, 0), 14, 3
 FROZEN = Target(TARGET.config, TARGET.params)
@@ -208,8 +208,8 @@ CASES = {
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def drafted(kind, config, depth, params, text):
     """Returns the drafts along texts, and for each depth their logits [rows, roots, tokens]."""
-    states = target_states(FROZEN, text, kind.taps(config))
-    drafts = kind.propose(params, config, FROZEN, text, states, depth, jax.random.key(1))
+    along = states_along(FROZEN, text, kind.taps(config))
+    drafts = kind.propose(params, config, along, depth, jax.random.key(1))
     logits = [
         drafts.score(each.reshape(-1, each.shape[-1]), s).reshape(*each.shape[:2], -1)
         for s, each in enumerate(drafts.hidden)
@@ -226,11 +226,11 @@ def learned(kind, config, depth, params, text):
     fixed = {name: each for name, each in params.items() if name == "target_ids"}
 
     def loss(own):
-        states = target_states(FROZEN, text, kind.taps(config))
+        along = states_along(FROZEN, text, kind.taps(config))
         key = jax.random.key(1)
-        drafts = kind.propose(own | fixed, config, FROZEN, text, states, depth, key)
+        drafts = kind.propose(own | fixed, config, along, depth, key)
         every = Objective(text=0.1, overlap=0.1, accepted=0.1)
-        return loss_of(every, FROZEN, text, states, drafts)
+        return loss_of(every, along, drafts)
 
     own = {name: each for name, each in params.items() if name not in fixed}
     return jax.value_and_grad(loss, has_aux=True)(own)

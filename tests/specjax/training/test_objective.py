@@ -11,7 +11,7 @@ from specjax.testing.tiny_models import tiny_config
 from specjax.training import comparison
 from specjax.training.drafts import Drafts
 from specjax.training.objective import Objective, loss_of, steps_along
-from specjax.training.texts import Target, TargetStates, TextBatch
+from specjax.training.texts import Along, Target, TextBatch
 
 VOCAB = 3
 P, Q = np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.6, 0.3])
@@ -134,7 +134,7 @@ TARGET = Spelled(tiny_config(vocab_size=VOCAB), {})
 
 
 def toy(rows=2, length=14, depth=3, seed=0):
-    """Returns texts, states and drafts after every token, whose hidden states are logits."""
+    """Returns texts, what the target says and drafts after every token, both as logits."""
     rng = np.random.default_rng(seed)
     logits = lambda *shape: (2 * rng.standard_normal((*shape, VOCAB))).astype(np.float32)
     is_learned = rng.random((rows, length)) < 0.8
@@ -143,7 +143,7 @@ def toy(rows=2, length=14, depth=3, seed=0):
     roots = np.tile(np.arange(length), (rows, 1))
     is_root = (roots > 0) & (roots < text.lengths[:, None])
     hidden = tuple(logits(rows, length) for _ in range(depth))
-    return text, TargetStates((), logits(rows, length)), roots, is_root, hidden
+    return text, logits(rows, length), roots, is_root, hidden
 
 
 def score(read, s):
@@ -151,12 +151,12 @@ def score(read, s):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 6))
-def loss_and_slopes(objective, text, states, roots, is_root, hidden, has_all_roots=True):
+def loss_and_slopes(objective, text, said, roots, is_root, hidden, has_all_roots=True):
     """Returns ((loss, sums), its gradient for the drafts' logits)."""
 
     def loss(hidden):
         drafts = Drafts(roots, is_root, hidden, score, has_all_roots=has_all_roots)
-        return loss_of(objective, TARGET, text, states, drafts)
+        return loss_of(objective, Along(TARGET, text, (), said), drafts)
 
     return jax.value_and_grad(loss, has_aux=True)(hidden)
 
@@ -174,9 +174,9 @@ WAYS = "greedy", "sampled", "by_law"
 def test_sums_along_chains(has_all_roots):
     """Against loops over roots: what is in the text and learned counts; chains end with it, and
     count by how likely a step begins there, where all roots are known."""
-    text, states, roots, is_root, hidden = toy()
+    text, said, roots, is_root, hidden = toy()
     depth, weights = 3, Objective(**NONE | {"text": 1.0, "accepted": 0.5}, decay=0.5)
-    (value, sums), _ = loss_and_slopes(weights, text, states, roots, is_root, hidden, has_all_roots)
+    (value, sums), _ = loss_and_slopes(weights, text, said, roots, is_root, hidden, has_all_roots)
     singles = "count", "loss", "agreed", "accepted", "overlap"
     expected = {name: np.zeros(depth) for name in singles}
     (steps, survived), num_chains = np.zeros((2, len(WAYS), depth)), np.zeros(depth)
@@ -197,7 +197,7 @@ def test_sums_along_chains(has_all_roots):
                 if at >= length or not is_learned[at]:
                     is_whole = False
                     continue
-                p = softmax(states.hidden[row, at - 1])
+                p = softmax(said[row, at - 1])
                 q = softmax(hidden[s][row, root] * (1 + s))
                 x = int(text.token_ids[row, at])
                 accepted = 1 / np.sum(np.maximum(p, q * p[x] / q[x]))
@@ -258,22 +258,22 @@ LENGTHEN = Objective(**NONE | {"accepted": 1.0})
 @pytest.mark.full
 def test_texts_without_drafts():
     """Texts of one token, none, and none learned: nothing is counted and the loss is 0."""
-    text, states, roots, is_root, hidden = toy()
+    text, said, roots, is_root, hidden = toy()
     for lengths, learned in (([1, 0], True), ([14, 9], False)):
         none = text._replace(
             lengths=np.array(lengths), is_learned=np.full_like(text.is_learned, learned)
         )
         is_there = is_root & (roots < none.lengths[:, None])
-        (value, sums), slopes = loss_and_slopes(LENGTHEN, none, states, roots, is_there, hidden)
+        (value, sums), slopes = loss_and_slopes(LENGTHEN, none, said, roots, is_there, hidden)
         assert value == 0
         assert all(np.all(np.asarray(each) == 0) for each in jax.tree.leaves((sums, slopes)))
 
 
 def test_the_gradient_of_accepted_makes_chains_longer():
-    text, states, *roots, hidden = toy()
-    (before, sums), slopes = loss_and_slopes(LENGTHEN, text, states, *roots, hidden)
+    text, said, *roots, hidden = toy()
+    (before, sums), slopes = loss_and_slopes(LENGTHEN, text, said, *roots, hidden)
     moved = tuple(x - 0.5 * np.asarray(slope) for x, slope in zip(hidden, slopes, strict=True))
-    (after, longer), _ = loss_and_slopes(LENGTHEN, text, states, *roots, moved)
+    (after, longer), _ = loss_and_slopes(LENGTHEN, text, said, *roots, moved)
     assert after < before
     # In the order of draft tokens, each by the steps that have one.
     length = lambda sums: np.sum(sums.sampled.survived / sums.sampled.steps)
@@ -283,9 +283,9 @@ def test_the_gradient_of_accepted_makes_chains_longer():
 @pytest.mark.full
 def test_the_gradient_takes_where_steps_begin_as_given():
     """A text's first root counts 1 in it, and later ones by the chance that a step begins there."""
-    text, states, *roots, hidden = toy(depth=1)
-    (_, sums), (slopes,) = loss_and_slopes(LENGTHEN, text, states, *roots, hidden)
-    (_, alike), (same,) = loss_and_slopes(LENGTHEN, text, states, *roots, hidden, False)
+    text, said, *roots, hidden = toy(depth=1)
+    (_, sums), (slopes,) = loss_and_slopes(LENGTHEN, text, said, *roots, hidden)
+    (_, alike), (same,) = loss_and_slopes(LENGTHEN, text, said, *roots, hidden, False)
     share = float(sums.sampled.steps[0] / alike.sampled.steps[0])
     slopes, same = np.asarray(slopes), np.asarray(same)
     first = 1 + np.argmax(text.is_learned[:, 2:], axis=1)

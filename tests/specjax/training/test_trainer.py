@@ -15,6 +15,7 @@ from helpers import ENGINE, tiny_llama
 
 import specjax
 from pallas_kernels import implementations
+from specjax.testing import tiny_model
 from specjax.training import data, learning, own_text, trainer
 from specjax.training.objective import Objective
 from specjax.training.run_store import RunMemory
@@ -168,13 +169,13 @@ def test_steps_are_traced_for_the_devices_of_the_target(target, text, monkeypatc
     learner, _ = trainer._learner(target, "eagle3", CONFIG, {}, None)
     used = optax.sgd(0.1)
     state = learning.begin(learner, used, placed.params, 0)
-    run = trainer._Run(learner, CONFIG, used, placed.params)
+    run = trainer._Run(learner, CONFIG, used, placed, text, text)
     memory = RunMemory.of(state)
     memory.looks.append(types.SimpleNamespace(loss=0.0))
-    idle = types.SimpleNamespace(report=lambda *_: None)
+    idle = lambda *_: None
     steps = {
-        "a look": lambda: run.look(state.params, text, idle.report),
-        "a step": lambda: trainer._loop(run, None, memory, text, text, idle, None, np.inf),
+        "a look": lambda: run.look(memory, idle, 0.0),
+        "a step": lambda: run.steps(memory, None, idle, None, np.inf),
     }
     for name, step in steps.items():
         with implementations.lowered_for("tpu"), pytest.raises(_Traced):
@@ -365,6 +366,7 @@ def test_facts_are_json(target, text):
         ({"config": dataclasses.replace(CONFIG, depth=11)}, "depth=11 is more than the 10"),
         ({"held_out": 0.0}, "leaves none"),
         ({"held_out": float("nan")}, "leaves none"),
+        ({"start": tiny_model(vocab_size=7)}, "vocabularies of .* and 7 tokens"),
     ],
 )
 def test_what_does_not_fit_is_refused(target, text, arguments, message):

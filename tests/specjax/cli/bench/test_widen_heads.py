@@ -12,7 +12,7 @@ from specjax.heads.equations import dflash, eagle3
 from specjax.heads.specs import EagleDrafter
 from specjax.training.data import from_token_ids
 from specjax.training.kinds import kind_of, kind_of_spec
-from specjax.training.texts import Target, target_states
+from specjax.training.texts import Target, states_along
 
 KINDS = {
     "eagle3": ("eagle3", {"aux_layers": (0, 1, 2), "num_layers": 2, "has_fc_norms": True}),
@@ -51,9 +51,9 @@ def test_a_wide_head_drafts_the_same(name):
 def _scores(model, drafter, text):
     kind, config = kind_of_spec(drafter.spec)
     target = Target(model.config, model.params)
-    states = target_states(target, text, kind.taps(config))
+    along = states_along(target, text, kind.taps(config))
     key = jax.random.key(0)
-    drafts = kind.propose(drafter.params, config, target, text, states, 3, key)
+    drafts = kind.propose(drafter.params, config, along, 3, key)
     found = []
     for s, hidden in enumerate(drafts.hidden):
         flat = hidden[drafts.is_root & (drafts.roots + s < text.lengths[:, None])]
