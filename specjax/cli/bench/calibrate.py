@@ -37,6 +37,9 @@ class StepTimer:
 
     The keys and values that are read are zeros: what a step costs does not depend on
     them. Rows share pages where the pool is smaller than all rows together.
+
+    Attributes:
+      reports: what the last burst of each bucket says of its steps.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class StepTimer:
     ):
         self.decoder, self.params = decoder, decoder.place_params(params)
         self.num_steps = min(num_steps, decoder.sizes.burst_steps)
+        self.reports: dict[Bucket, Any] = {}
         self._state = decoder.init()
         for admission in make_admissions(decoder, self._rows(sampling, rule)):
             self._state = decoder.admit(self._state, admission)
@@ -83,7 +87,7 @@ class StepTimer:
             drafter_lengths=lengths - behind,
             is_active=jnp.zeros(rows, bool),
         )
-        self._state, _, num_steps = decoder.burst(
+        self._state, self.reports[bucket], num_steps = decoder.burst(
             self.params,
             state,
             self._plan(bucket),

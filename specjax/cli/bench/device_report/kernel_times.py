@@ -16,10 +16,12 @@ from pallas_kernels.names import IMPLEMENTATIONS, PLATFORMS
 from pallas_kernels.write_kv import write_kv
 from specjax.api.self_tests import trusted_kernels
 from specjax.cli.bench.device_report.attention_speed import Shape, measure, seconds_of
-from specjax.cli.bench.device_report.cases import Case, Context, LeftOut
+from specjax.cli.bench.device_report.cases import Case, Context, LeftOut, Results, Stage
 from specjax.cli.bench.device_report.sizes import Heads, ReportSize, counted
+from specjax.cli.table import Row, number, percent
 from specjax.config.engine import EngineConfig
 from specjax.models.loading import default_dtype
+from specjax.runtime.amounts import amount
 
 
 def cases(size: ReportSize, platform: str) -> list[Case]:
@@ -131,3 +133,28 @@ def _figures(
         "of_peak": num_bytes / seconds / peaks.bytes_per_s,
         "peak": peaks.source,
     }
+
+
+def table(results: Results) -> list[Row]:
+    return [
+        {
+            "call": name,
+            "dtype": found["dtype"],
+            "us": number(1e6 * found["seconds"], 4),
+            "moved": amount(found["moved_bytes"]),
+            "GB/s": number(found["bytes_per_s"] / 1e9),
+            "of the memory": percent(found["of_peak"]),
+        }
+        for name, found in results.items()
+    ]
+
+
+STAGE = Stage(
+    "kernel times",
+    0.10,
+    cases,
+    "Times of kernels",
+    table,
+    "Seconds of one call among many in one program; medians. Moved are the bytes that a call "
+    "cannot avoid; above 100 % they lie in a cache.",
+)

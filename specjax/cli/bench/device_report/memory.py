@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 import specjax
-from specjax.cli.bench.device_report.cases import Case, Context, LeftOut
+from specjax.cli.bench.device_report.cases import Case, Context, LeftOut, Results, Stage
 from specjax.cli.bench.device_report.random_models import misfit, plan_request
 from specjax.cli.bench.device_report.sizes import Pair, ReportSize
+from specjax.cli.table import Row, number
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.planning import device_memory
@@ -22,6 +23,7 @@ from specjax.planning.abstract_decoder import AbstractDecoder
 from specjax.planning.compiled_memory import compile_bucket
 from specjax.planning.plans import make_plan
 from specjax.planning.workspace_fit import MIXED
+from specjax.runtime.amounts import amount
 
 DEVICE, COMPILER = "the device's peak", "XLA's figures of the compiled step"
 NEW_TOKENS = 40
@@ -98,8 +100,8 @@ def seen_by_compiler(
     largest = max(steps, key=lambda memory: memory.workspace_bytes)
     config = request.decoder_config(request.target.num_layers, plan.memory.num_pages)
     seen = compile_bucket(AbstractDecoder(config), largest.bucket)
-    planned = largest.workspace_bytes
-    planned += int(plan.memory.copied_per_token * engine_tokens(plan))
+    tokens = plan.memory.num_pages * plan.memory.page_size
+    planned = largest.workspace_bytes + int(plan.memory.copied_per_token * tokens)
     return {
         "seen_by": COMPILER,
         "step": f"{largest.bucket.kind} of {largest.bucket.tokens} tokens",
@@ -110,6 +112,30 @@ def seen_by_compiler(
     }
 
 
-def engine_tokens(plan: Any) -> int:
-    """Returns the tokens of all pages of a plan."""
-    return plan.memory.num_pages * plan.memory.page_size
+def table(results: Results) -> list[Row]:
+    return [
+        {
+            "models": name,
+            "rows": found["rows"],
+            "context": found["max_context"],
+            "K": found["k"],
+            "step": found["step"],
+            "planned": amount(found["planned_bytes"]),
+            "seen": "hidden by an earlier peak"
+            if found["seen_bytes"] is None
+            else amount(found["seen_bytes"]),
+            "planned / seen": number(found["planned_over_seen"]),
+            "seen by": found["seen_by"],
+        }
+        for name, found in results.items()
+    ]
+
+
+STAGE = Stage(
+    "memory",
+    0.10,
+    cases,
+    "Memory",
+    table,
+    "Bytes of steps beside weights and pages, by the plan and as seen.",
+)

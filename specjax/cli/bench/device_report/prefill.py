@@ -12,9 +12,10 @@ import numpy as np
 
 from specjax.cli.bench import measuring
 from specjax.cli.bench.calibrate import StepTimer
-from specjax.cli.bench.device_report.cases import Case, Context, LeftOut
+from specjax.cli.bench.device_report.cases import Case, Context, LeftOut, Results, Stage
 from specjax.cli.bench.device_report.random_models import config_of, misfit, setup_of
 from specjax.cli.bench.device_report.sizes import NO_DRAFTS, Pair, ReportSize
+from specjax.cli.table import Row, number, percent
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.decode.decoder import Decoder
@@ -103,3 +104,29 @@ def _flops(target: str, counts: list[int]) -> float:
         total += work.of(1, count, before + count // 2).flops
         before += count
     return total
+
+
+def table(results: Results) -> list[Row]:
+    return [
+        {
+            "model": found["target"],
+            "tokens": found["tokens"],
+            "pieces": f"{found['pieces']} of {found['piece_tokens']}",
+            "seconds": number(found["seconds"]),
+            "tokens/s": number(found["tokens_per_s"], 4),
+            "TFLOP/s": number(found["flops_per_s"] / 1e12),
+            "of the products": percent(found["of_peak"]),
+        }
+        for found in results.values()
+    ]
+
+
+STAGE = Stage(
+    "prefill",
+    0.10,
+    cases,
+    "Prefill",
+    table,
+    "One prompt, in the largest pieces that the engine feeds. Above 100 % its products are "
+    "faster than those of the square matrices that were timed.",
+)

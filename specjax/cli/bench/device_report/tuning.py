@@ -8,9 +8,10 @@ from typing import Any
 
 from pallas_kernels.tree_attention import block_sizes
 from specjax.cli.bench.device_report.attention_speed import entry_of, measure
-from specjax.cli.bench.device_report.cases import Case, Context, LeftOut
+from specjax.cli.bench.device_report.cases import Case, Context, LeftOut, Results, Stage
 from specjax.cli.bench.device_report.kernel_times import shape_name, shape_of
 from specjax.cli.bench.device_report.sizes import Heads, ReportSize
+from specjax.cli.table import Row, number
 
 FILE = "block_sizes.json"
 _ARTICLE = {"cpu": "a CPU", "gpu": "a GPU"}
@@ -45,3 +46,27 @@ def tune(heads: Heads, rows: int, tokens: int, nodes: int, context: Context) -> 
         "default_tile_tokens": block_sizes.DEFAULT.tile_tokens,
         "seconds": result.seconds,
     }
+
+
+def table(results: Results) -> list[Row]:
+    return [
+        {
+            "shape": name,
+            "queries": found["queries"],
+            "keys at once": found["tile_tokens"],
+            "by default": f"{found['default_queries']}, {found['default_tile_tokens']}",
+            "us": number(1e6 * found["seconds"]),
+        }
+        for name, found in results.items()
+    ]
+
+
+STAGE = Stage(
+    "block sizes",
+    0.10,
+    cases,
+    "Block sizes",
+    table,
+    f"The fastest of the TPU kernel's block sizes. They are in `{FILE}` beside this page; copied "
+    "over the file of that name in `pallas_kernels/tree_attention`, they are used.",
+)
