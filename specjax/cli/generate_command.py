@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from specjax.cli import (
     comparison,
+    engine_arguments,
     json_document,
     mesh_argument,
     prompts,
     sampling_arguments,
     terminal,
 )
-from specjax.cli.parser import json_or_file, layer_ids
-from specjax.config.engine import ACTIVATION_DTYPES, KV_CACHE_DTYPES, NUMERICS, EngineConfig
+from specjax.cli.parser import add_aux_layer_ids, json_or_file
 from specjax.config.names import BY_NAME, DRAFTERS, NO_DRAFTER, check_drafter
 from specjax.config.rules import VERIFICATION_RULES
 from specjax.config.speculation import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
@@ -28,6 +28,7 @@ from specjax.config.vllm_json import HEADS
 
 if TYPE_CHECKING:
     from specjax.api.generation import Generation
+    from specjax.config.engine import EngineConfig
     from specjax.models.base import Model
 
 DEFAULT_MODEL = "demo"
@@ -36,12 +37,16 @@ DEFAULT_MODEL = "demo"
 EMBEDDED_K, EMBEDDED_WARM_K, WARM = 7, 3, 0.5
 EMBEDDED_TEMPERATURE = 0.5  # where none is given: of its generation_config.json
 _ENGINE_OPTIONS = {
+    "kv_cache_dtype": "of the target's keys and values (default: the dtype of the weights)",
     "page_size": "tokens per page of keys and values (default: chosen by device and model)",
     "num_pages": "pages in all (default: what the prompts need)",
     "max_rows": "prompts decoded at a time; the others wait",
     "burst_steps": "steps on the device between looks of the host",
     "max_context": "tokens of prompt and output together (default: the model's)",
     "token_bucket": "tokens computed at a time under --numerics invariant",
+    "numerics": "'invariant': equal bits whatever is drafted or decoded beside",
+    "activation_dtype": "of hidden states; 'float32' leaves hardly any rounding that depends on "
+    "what is drafted beside weights in bfloat16 (default that of the weights)",
 }
 
 
@@ -72,7 +77,7 @@ def add_parser(commands: Any) -> None:
     _add_model_options(parser)
     sampling_arguments.add_options(parser)
     _add_output_options(parser)
-    _add_engine_options(parser)
+    engine_arguments.add_options(parser, _ENGINE_OPTIONS)
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -87,13 +92,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(map(repr, DRAFTERS))}, or a folder or hub name of a draft model "
         "(default: 'demo' with the embedded model, else none)",
     )
-    group.add_argument(
-        "--aux-layer-ids",
-        type=layer_ids,
-        metavar="IDS",
-        help="layers of the model whose inputs a head over it captures, as 2,16,29 (default: as "
-        "its files say)",
-    )
+    add_aux_layer_ids(group)
     group.add_argument(
         "--num-speculative-tokens",
         type=int,
@@ -141,31 +140,6 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--kv-cache-dtype",
-        choices=KV_CACHE_DTYPES,
-        help="of the target's keys and values (default: the dtype of the weights)",
-    )
-    for name, text in _ENGINE_OPTIONS.items():
-        default = getattr(EngineConfig(), name)
-        shown = "" if default is None else f" (default {default})"
-        option = "--" + name.replace("_", "-")
-        group.add_argument(option, type=int, metavar="N", help=text + shown)
-    group.add_argument(
-        "--numerics",
-        choices=NUMERICS,
-        help="'invariant': equal bits whatever is drafted or decoded beside (default fast)",
-    )
-    group.add_argument(
-        "--activation-dtype",
-        choices=ACTIVATION_DTYPES,
-        help="of hidden states; 'float32' leaves hardly any rounding that depends on what is "
-        "drafted beside weights in bfloat16 (default that of the weights)",
-    )
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns the exit code."""
     entries = prompts.collect(
@@ -178,7 +152,7 @@ def run(arguments: argparse.Namespace) -> int:
     comparison.check(arguments, speculation)
     if len(entries) == 1 and getattr(arguments, "n", 1) == 1:
         speculation = _of_embedded_pair(arguments, entries[0], speculation)
-    engine = engine_config(arguments)
+    engine = engine_arguments.config_of(arguments, _ENGINE_OPTIONS)
     _check_output(arguments)
     status = terminal.Status()
     try:
@@ -248,13 +222,6 @@ def _of_embedded_pair(
     return dataclasses.replace(config, policy="fixed", num_speculative_tokens=depth)
 
 
-def engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    """Returns the engine config of the arguments, with defaults for the rest."""
-    names = [*_ENGINE_OPTIONS, "kv_cache_dtype", "numerics", "activation_dtype"]
-    given = {name: getattr(arguments, name) for name in names}
-    return EngineConfig(**{k: value for k, value in given.items() if value is not None})
-
-
 def _generate(arguments, entries, speculation, engine, status) -> int:
     status.show("starting")
     # Not before: these import jax, which takes longer than reading the arguments.
@@ -316,7 +283,9 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
     return code
 
 
-def _load(arguments: argparse.Namespace, config: SpeculationConfig, engine: EngineConfig, mesh):
+def _load(
+    arguments: argparse.Namespace, config: SpeculationConfig, engine: EngineConfig, mesh: Any
+):
     """Returns the target, and the drafter, its weights or its name."""
     from specjax.api.loading import load_draft_model
     from specjax.checkpoints.any_model import load_any_model

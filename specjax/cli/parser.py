@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -89,14 +90,39 @@ def json_or_file(text: str) -> str:
         ) from None
 
 
-def layer_ids(text: str) -> tuple[int, ...]:
-    """Returns whole numbers that are separated by commas."""
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Returns whole numbers that are separated by commas; none of an empty text."""
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} must be whole numbers with commas, as 2,16,29"
         ) from None
+
+
+def number_of_bytes(text: str) -> int:
+    """Returns whole bytes of a number that may be written as 16e9."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 1 <= number < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a finite number of bytes, at least 1, as 16e9"
+        )
+    return int(number)
+
+
+def add_aux_layer_ids(group: Any, help: str | None = None) -> None:
+    """Adds --aux-layer-ids to a parser or a group of its options."""
+    group.add_argument(
+        "--aux-layer-ids",
+        type=whole_numbers,
+        metavar="IDS",
+        help=help
+        or "layers of the model whose inputs a head over it captures, as 2,16,29 (default: as its "
+        "files say)",
+    )
 
 
 def at_least(least: int):

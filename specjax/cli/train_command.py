@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from specjax.cli.parser import at_least, layer_ids
+from specjax.cli.parser import add_aux_layer_ids, at_least
 from specjax.config.names import OptimizerName, TrainedKind
 
 KINDS = get_args(TrainedKind)
@@ -87,11 +87,8 @@ def _add_own_text(parser: argparse.ArgumentParser) -> None:
 
 def _add_head(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafter")
-    group.add_argument(
-        "--aux-layer-ids",
-        type=layer_ids,
-        metavar="IDS",
-        help="layers of the target whose inputs it reads (eagle3, p-eagle, dflash, dspark)",
+    add_aux_layer_ids(
+        group, "layers of the target whose inputs it reads (eagle3, p-eagle, dflash, dspark)"
     )
     group.add_argument(
         "--draft-vocab-size",
