@@ -74,7 +74,7 @@ class Prompt:
         starts = range(0, tokens, self.bucket)
         self.counts = [min(self.bucket, tokens - start) for start in starts]
         sampling = SamplingParams(temperature=1.0, ignore_eos=True)
-        self._state = StepTimer(decoder, params, sampling).state
+        self._state = StepTimer(decoder, params, sampling).at(0)
 
     def __call__(self) -> Any:
         decoder, sizes = self.decoder, self.decoder.sizes
