@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -304,18 +305,9 @@ def _config(arguments: argparse.Namespace) -> Any:
         raise ValueError(
             f"--objective {' '.join(arguments.objective)}: expected some of {names}."
         ) from error
-    names = (
-        "depth",
-        "rows",
-        "steps",
-        "eval_every",
-        "checkpoint_every",
-        "patience",
-        "optimizer",
-        "learning_rate",
-        "seed",
-    )
-    return TrainingConfig(objective=objective, **{name: getattr(arguments, name) for name in names})
+    names = {field.name for field in dataclasses.fields(TrainingConfig)} - {"objective"}
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    return TrainingConfig(objective=objective, **given)
 
 
 def _pairs(option: str, given: Sequence[str]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ NEW_TOKENS = 40
 
 def cases(size: ReportSize, platform: str) -> list[Case]:
     del platform
-    return [Case(str(pair), functools.partial(measure, pair)) for pair in size.planned]
+    return [Case(str(pair), functools.partial(measure, pair)) for pair in size.pairs]
 
 
 def measure(pair: Pair, context: Context) -> dict[str, Any]:
