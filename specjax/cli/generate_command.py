@@ -7,7 +7,6 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -256,9 +255,7 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
                 progress=status.report,
                 **call,
             )
-            has_text = target.tokenizer is not None
-            result = _write_stream(arguments, entries[0], stream, status, has_text=has_text)
-            _writer(arguments).logprobs(result[0].logprobs or (), _namer(target))
+            result = _write_stream(_writer(arguments, target), entries[0].prompt, stream, status)
         else:
             status.clear()
             result = generation.generate(
@@ -306,21 +303,22 @@ def _load(
     return target, load_drafter(draft, target, config)
 
 
-def _write_stream(arguments, entry, stream, status, *, has_text) -> Generation:
+def _write_stream(writer: terminal.TextWriter, prompt, stream, status) -> Generation:
     """Writes text as it comes; returns the whole result."""
-    writer = _writer(arguments)
     is_begun = False
     try:
         for chunk in stream:
             if not is_begun:
                 status.end()
-                _write_prompt(writer, entry.prompt)
+                writer.prompt(prompt)
                 is_begun = True
-            _write_tokens(writer, chunk, has_text=has_text)
+            writer.output(chunk)
     finally:
         status.clear()
         writer.end()
-    return stream.result()
+    result = stream.result()
+    writer.logprobs(result[0].logprobs or ())
+    return result
 
 
 def _write_result(arguments, entries, result: Generation, target, drafter) -> None:
@@ -336,7 +334,7 @@ def _write_result(arguments, entries, result: Generation, target, drafter) -> No
         }
         print(json_document.render(result, about))
         return
-    writer = _writer(arguments)
+    writer = _writer(arguments, target)
     for completion in result:
         entry = entries[completion.prompt_index]
         place = f"prompt {completion.prompt_index}"
@@ -344,45 +342,15 @@ def _write_result(arguments, entries, result: Generation, target, drafter) -> No
             place += f", sample {completion.sample_index}"
         writer.header(f"{place}: {terminal.first_line(entry.prompt)}")
         if completion.error is None:
-            _write_prompt(writer, entry.prompt)
-        _write_tokens(writer, completion, has_text=target.tokenizer is not None)
-        writer.logprobs(completion.logprobs or (), _namer(target))
+            writer.prompt(entry.prompt)
+        writer.output(completion)
+        writer.logprobs(completion.logprobs or ())
         writer.end()
 
 
-def _writer(arguments: argparse.Namespace) -> terminal.TextWriter:
+def _writer(arguments: argparse.Namespace, target: Model) -> terminal.TextWriter:
     has_color = terminal.use_color(arguments.color, sys.stdout, os.environ)
-    return terminal.TextWriter(sys.stdout, has_color=has_color)
-
-
-def _write_prompt(writer: terminal.TextWriter, prompt) -> None:
-    if not writer.shows_prompts:
-        return
-    prompt = getattr(prompt, "messages", prompt)
-    if isinstance(prompt, str):
-        writer.prompt(prompt)
-    elif prompt and isinstance(prompt[0], Mapping):
-        writer.prompt(f"{terminal.first_line(prompt)}\n")
-    else:
-        writer.prompt("".join(f"{token_id} " for token_id in prompt))
-
-
-def _write_tokens(writer: terminal.TextWriter, part, *, has_text: bool) -> None:
-    """Writes the text of a chunk or completion, its token ids where there is none."""
-    if has_text:
-        writer.pieces(part.pieces)
-    else:
-        writer.token_ids(part.token_ids)
-
-
-def _namer(target: Model) -> Callable[[int], str]:
-    """Returns a function that formats a token: its id, and its text if there is a tokenizer."""
-    tokenizer = target.tokenizer
-    if tokenizer is None:
-        return str
-    text = lambda *ids: tokenizer.decode(ids, skip_special_tokens=False)
-    # After itself a token keeps the space that some tokenizers take from the first one.
-    return lambda i: f"{i} {text(i, i)[len(text(i)) :]!r}"
+    return terminal.TextWriter(sys.stdout, has_color=has_color, tokenizer=target.tokenizer)
 
 
 def _report(arguments, entries, result: Generation) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specjax.cli import json_document
 from specjax.cli.bench.device_report import document as documents
 from specjax.cli.bench.device_report import page
 from specjax.cli.bench.device_report.cases import Case, Context, LeftOut, NotReached, Stage
@@ -153,7 +154,7 @@ class Run:
     def _outcome(self, key: str, before: dict[str, Any]) -> dict[str, Any]:
         """Runs a case; whatever it raises is its outcome, but for an interrupt."""
         try:
-            return {"result": documents.plain(self.cases[key].run(self.context))}
+            return {"result": json_document.plain(self.cases[key].run(self.context))}
         except LeftOut as reason:
             return {"left_out": str(reason)}
         except NotReached as reason:
