@@ -8,24 +8,21 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specjax.cli.parser import whole_numbers
+from specjax.cli.parser import checked, whole_numbers
 from specjax.config.keywords import advice
 from specjax.config.sampling import OF_MODEL, SamplingParams
 
 DEFAULTS = SamplingParams()
 
 
-def bias_entry(text: str) -> tuple[int, float]:
-    """Parses "ID=VALUE"."""
-    token_id, separator, value = text.partition("=")
-    try:
-        if not separator:
-            raise ValueError
-        return int(token_id), float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no logit bias; expected ID=VALUE, as in 42=-1.5"
-        ) from None
+def _bias_entry(text: str) -> tuple[int, float]:
+    token_id, value = text.split("=")
+    return int(token_id), float(value)
+
+
+bias_entry = checked(
+    _bias_entry, lambda entry: True, "is no logit bias; expected ID=VALUE, as in 42=-1.5"
+)
 
 
 class Option(typing.NamedTuple):

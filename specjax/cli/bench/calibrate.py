@@ -56,6 +56,7 @@ class StepTimer:
     them. Rows share pages where the pool is smaller than all rows together.
 
     Attributes:
+      state: after admission, or the last burst, which donates the one before.
       reports: what the last burst of each bucket says of its steps.
     """
 
@@ -75,9 +76,9 @@ class StepTimer:
         table = np.arange(sizes.rows * sizes.pages_per_row, dtype=np.int32)
         table %= sizes.num_pages // decoder.num_shards
         self._table = table.reshape(sizes.rows, sizes.pages_per_row)
-        self._state = with_table(decoder.init(), self._table)
+        self.state = with_table(decoder.init(), self._table)
         for admission in make_admissions(decoder, self._rows(sampling, rule)):
-            self._state = decoder.admit(self._state, admission)
+            self.state = decoder.admit(self.state, admission)
 
     def at(self, context: int, *, behind: int = 0) -> DecodeState:
         """Returns the state of rows with `context` tokens; a burst donates it.
@@ -87,8 +88,8 @@ class StepTimer:
         """
         lengths = jnp.full(self.decoder.sizes.rows, context, jnp.int32)
         return dataclasses.replace(
-            self._state,
-            cache=dataclasses.replace(self._state.cache, lengths=lengths),
+            self.state,
+            cache=dataclasses.replace(self.state.cache, lengths=lengths),
             drafter_lengths=lengths - behind,
             is_active=jnp.zeros_like(lengths, bool),
         )
@@ -101,11 +102,11 @@ class StepTimer:
 
     def prepare(self, bucket: Bucket) -> None:
         """Starts to compile a burst in the background; `run` waits for it."""
-        self.decoder.prepare(self.params, self._state, bucket)
+        self.decoder.prepare(self.params, self.state, bucket)
 
     def run(self, bucket: Bucket, context: int, *, behind: int = 0) -> Any:
         """Runs one burst of `num_steps` steps from `at(context)`."""
-        self._state, self.reports[bucket], num_steps = self.decoder.burst(
+        self.state, self.reports[bucket], num_steps = self.decoder.burst(
             self.params,
             self.at(context, behind=behind),
             self._plan(bucket),

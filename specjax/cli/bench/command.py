@@ -9,11 +9,33 @@ import sys
 from typing import Any
 
 from specjax.cli.bench.device_report.sizes import SIZES
-from specjax.cli.parser import at_least
+from specjax.cli.parser import at_least, checked
 
 # Options of one kind of measurement, and what they are when they are not given.
 _OF_REPORT = {"minutes": 30.0, "size": None, "again": False, "again_failed": False, "only": None}
 _OF_OTHERS = {"json": False, "rounds": 9}
+
+
+_minutes = checked(
+    float,
+    lambda minutes: 0 < minutes < math.inf,
+    "is no number of minutes; expected one above 0, as 30",
+)
+# Not empty, as that of an unset variable.
+_folder = checked(str, lambda name: bool(name.strip()), "is no name; expected a folder, as out")
+
+
+def _parameters(text: str) -> float:
+    factor = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:].upper(), 1.0)
+    return factor * float(text[:-1] if factor > 1 else text)
+
+
+# The number that 300M, 1.5B or 3e8 says.
+parameters_of = checked(
+    _parameters,
+    lambda number: 1 <= number < math.inf,
+    "is no number of parameters; expected one as 300M or 1.5B",
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -159,37 +181,3 @@ def _report(options: argparse.Namespace) -> int:
         )
     finally:
         progress.close()
-
-
-def _minutes(text: str) -> float:
-    """Returns a number of minutes above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of minutes; expected one above 0, as 30"
-        )
-    return number
-
-
-def _folder(text: str) -> str:
-    """Returns the name of a folder, which is not empty as that of an unset variable."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("the name is empty; expected a folder, as out")
-    return text
-
-
-def parameters_of(text: str) -> float:
-    """Returns the number that 300M, 1.5B or 3e8 says."""
-    factor = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:].upper(), 1.0)
-    try:
-        number = factor * float(text[:-1] if factor > 1 else text)
-    except ValueError:
-        number = math.nan
-    if not 1 <= number < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of parameters; expected one as 300M or 1.5B"
-        )
-    return number

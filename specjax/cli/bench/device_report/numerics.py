@@ -74,17 +74,12 @@ def difference(
     largest, agrees = 0.0, True
     for one, other in zip(found, expected, strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        agrees &= np.allclose(one, other, rtol=relative, atol=tolerance, equal_nan=True)
         is_equal = (one == other) | (np.isnan(one) & np.isnan(other))
         with np.errstate(invalid="ignore"):
             off = np.where(is_equal, 0.0, np.abs(one - other))
-            allowed = tolerance + relative * np.where(is_equal, 0.0, np.abs(other))
-        agrees &= bool((off <= allowed).all())
-        largest = max(largest, float(off.max(initial=0.0)), key=_not_finite_last)
-    return {"largest_error": largest if np.isfinite(largest) else None, "agrees": agrees}
-
-
-def _not_finite_last(number: float) -> float:
-    return number if np.isfinite(number) else np.inf
+        largest = np.maximum(largest, off.max(initial=0.0))  # NaN if one is
+    return {"largest_error": float(largest) if np.isfinite(largest) else None, "agrees": agrees}
 
 
 def table(results: Results) -> list[Row]:

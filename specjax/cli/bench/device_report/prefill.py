@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax.cli.bench import measuring
@@ -69,19 +67,16 @@ class Prompt:
     """A prompt that is fed in the largest pieces of its decoder, from an empty row each time."""
 
     def __init__(self, decoder: Decoder, params: DecoderParams, tokens: int):
-        self.decoder, self.params = decoder, params
+        self.params = params
         self.bucket = decoder.prompt_sizes.best(tokens)
         starts = range(0, tokens, self.bucket)
         self.counts = [min(self.bucket, tokens - start) for start in starts]
         sampling = SamplingParams(temperature=1.0, ignore_eos=True)
-        self._state = StepTimer(decoder, params, sampling).at(0)
+        self.timer = StepTimer(decoder, params, sampling)
 
     def __call__(self) -> Any:
-        decoder, sizes = self.decoder, self.decoder.sizes
-        empty = jnp.zeros(sizes.rows, jnp.int32)
-        cache = dataclasses.replace(self._state.cache, lengths=empty)
-        state = dataclasses.replace(self._state, cache=cache, drafter_lengths=jnp.array(empty))
-        table = own_pages(sizes.rows, sizes.pages_per_row)
+        decoder, state = self.timer.decoder, self.timer.at(0)
+        table = own_pages(decoder.sizes.rows, decoder.sizes.pages_per_row)
         row_ids = np.zeros(1, np.int32)
         done: jax.Array | None = None
         for count in self.counts:
@@ -93,7 +88,7 @@ class Prompt:
                 np.full(1, count, np.int32),
                 num_tokens=self.bucket,
             )
-        self._state = state
+        self.timer.state = state
         return done
 
 

@@ -230,4 +230,4 @@ def test_a_prompt_is_fed_whole_and_again_from_its_begin():
     assert prompt.counts == [64, 64, 32]
     for _ in range(2):
         prompt()
-        assert prompt._state.cache.lengths.tolist() == [160]
+        assert prompt.timer.state.cache.lengths.tolist() == [160]
