@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from specjax.cli.bench.device_report.peaks import Peaks, measured_peaks, published_peaks
-from specjax.cli.bench.device_report.random_models import RandomModels
 from specjax.cli.bench.device_report.sizes import ReportSize
 from specjax.cli.table import Row
+
+if TYPE_CHECKING:
+    from specjax.cli.bench.device_report.random_models import RandomModels
 
 Results: TypeAlias = Mapping[str, Mapping[str, Any]]  # by the case's name
 SPEED = "device: speed"  # the case of the first stage, which others are compared with
@@ -37,8 +39,8 @@ class Context:
     size: ReportSize
     out: Path
     device: Any
+    models: RandomModels
     result: Callable[[str], dict[str, Any] | None]
-    models: RandomModels = dataclasses.field(default_factory=RandomModels)
 
     @property
     def is_cpu(self) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 
 from specjax.cli.bench import measuring
 from specjax.cli.bench.calibrate import StepTimer
-from specjax.cli.bench.device_report.cases import Case, Context, LeftOut, Results, Stage
-from specjax.cli.bench.device_report.random_models import misfit, setup_of
+from specjax.cli.bench.device_report.cases import Case, Context, Results, Stage
+from specjax.cli.bench.device_report.random_models import setup_of
 from specjax.cli.bench.device_report.sizes import NGRAM, Pair, ReportSize
 from specjax.cli.table import Row, number, percent
 from specjax.config.engine import EngineConfig
@@ -46,10 +46,7 @@ def measure(pair: Pair, rows: int, context: Context) -> dict[str, Any]:
     engine = EngineConfig(
         max_rows=rows, max_context=size.step_context + room, burst_steps=size.num_steps
     )
-    problem = misfit(pair, context.device, engine)
-    if problem is not None:
-        raise LeftOut(problem)
-    setup = setup_of(context.models, pair, context.device, engine, deepest)
+    setup = setup_of(context, pair, engine, deepest)
     decoder = setup.decoder(setup.standing_sizes(), [])
     sampling = SamplingParams(temperature=1.0, ignore_eos=True)
     timer = StepTimer(decoder, setup.params, sampling, num_steps=size.num_steps)

@@ -11,7 +11,7 @@ import numpy as np
 from specjax.cli.bench import measuring
 from specjax.cli.bench.calibrate import StepTimer
 from specjax.cli.bench.device_report.cases import Case, Context, LeftOut, Results, Stage
-from specjax.cli.bench.device_report.random_models import config_of, misfit, setup_of
+from specjax.cli.bench.device_report.random_models import config_of, setup_of
 from specjax.cli.bench.device_report.sizes import NO_DRAFTS, Pair, ReportSize
 from specjax.cli.table import Row, number, percent
 from specjax.config.engine import EngineConfig
@@ -41,10 +41,7 @@ def measure(target: str, tokens: int, context: Context) -> dict[str, Any]:
         raise LeftOut(f"{target} takes {most} tokens.")
     pair = Pair(target, NO_DRAFTS)
     engine = EngineConfig(max_rows=1, max_context=tokens + 2)
-    problem = misfit(pair, context.device, engine)
-    if problem is not None:
-        raise LeftOut(problem)
-    setup = setup_of(context.models, pair, context.device, engine, 0)
+    setup = setup_of(context, pair, engine, 0)
     decoder = setup.decoder(setup.standing_sizes(), [])
     prompt = Prompt(decoder, setup.params, tokens)
     seconds = measuring.interleaved({"prompt": prompt}, context.size.rounds)["prompt"]

@@ -11,6 +11,7 @@ from specjax.cli.bench.device_report import document as documents
 from specjax.cli.bench.device_report.cases import SPEED, Case, Context, Stage
 from specjax.cli.bench.device_report.lock import locked
 from specjax.cli.bench.device_report.page import DISAGREES
+from specjax.cli.bench.device_report.random_models import RandomModels
 from specjax.cli.bench.device_report.running import PAGE, Run, Say
 from specjax.cli.bench.device_report.sizes import SIZES, counted, size_for
 from specjax.cli.bench.device_report.stages import STAGES
@@ -64,16 +65,18 @@ def make_report(
     documents.make_folder(place)
     with locked(place):
         document = documents.open_or_new(place, made_on)
-        result = lambda key: document["cases"].get(key, {}).get("result")
+        if again:
+            document["round"] = documents.round_of(document) + 1
+        outcomes = document["cases"]
+        failed = {key for key, outcome in outcomes.items() if "failed" in outcome}
+        result = lambda key: outcomes.get(key, {}).get("result")
         run = Run(
             document=document,
-            folder=place,
             stages=stages,
             cases=cases,
-            context=Context(size=chosen, out=place, device=device, result=result),
+            context=Context(chosen, place, device, RandomModels(), result),
             minutes=minutes,
-            again=again,
-            again_failed=again_failed,
+            retried=failed if again_failed else (),
             say=say,
             begin=begin,
         )

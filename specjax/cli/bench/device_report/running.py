@@ -7,8 +7,7 @@ import dataclasses
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from specjax.cli import json_document
@@ -32,35 +31,25 @@ class Run:
     Attributes:
       cases: by their names in the document, in order.
       minutes: no case begins later than this.
-      again: whether cases that are over run once more. What they found is kept until they have.
-      again_failed: the same for those that failed.
+      retried: those that run though they are over. What they found is kept until they have.
       say: gets a line per case.
       begin: gets the name of each case that begins.
       clock: seconds.
     """
 
     document: Document
-    folder: Path
     stages: Sequence[Stage]
     cases: Mapping[str, Case]
     context: Context
     minutes: float
-    again: bool
     say: Say
     begin: Say = lambda what: None
+    retried: Collection[str] = ()
     clock: Callable[[], float] = time.monotonic
-    again_failed: bool = False
 
     def __post_init__(self):
         self._began = self.clock()
-        if self.again:
-            self.document["round"] = documents.round_of(self.document) + 1
         self._ran: set[str] = set()
-        self._retried = {
-            key
-            for key, outcome in self.document["cases"].items()
-            if self.again_failed and "failed" in outcome
-        }
         self._num_kept = sum(map(self._is_over, self.cases))
 
     def run(self) -> Counter[str]:
@@ -81,13 +70,13 @@ class Run:
             with contextlib.suppress(Exception):  # what ended the run is what is raised
                 self._save()
             raise
-        documents.save(self.folder, self.document)
+        documents.save(self.context.out, self.document)
         counts = self._counts()
         try:
             self._save_page()
         except OSError as error:
             counts["unwritten"] = 1
-            self.say(f"{error} The figures are in {self.folder / documents.NAME}.")
+            self.say(f"{error} The figures are in {self.context.out / documents.NAME}.")
         return counts
 
     def _counts(self) -> Counter[str]:
@@ -145,7 +134,7 @@ class Run:
         if "not_reached" in outcome:
             self.document["cases"][key] = before
             self._put_off(key, outcome["not_reached"])
-            documents.save(self.folder, self.document)
+            documents.save(self.context.out, self.document)
         else:
             number = documents.round_of(self.document)
             self._set(key, outcome | {"took_s": took_s} | ({"round": number} if number else {}))
@@ -172,18 +161,18 @@ class Run:
     def _is_over(self, key: str) -> bool:
         if key in self._ran:
             return True
-        return key not in self._retried and documents.is_over(self.document, key)
+        return key not in self.retried and documents.is_over(self.document, key)
 
     def _set(self, key: str, outcome: dict[str, Any]) -> None:
         self.document["cases"][key] = outcome
-        documents.save(self.folder, self.document)
+        documents.save(self.context.out, self.document)
 
     def _save(self) -> None:
-        documents.save(self.folder, self.document)
+        documents.save(self.context.out, self.document)
         self._save_page()
 
     def _save_page(self) -> None:
-        documents.save_text(self.folder / PAGE, page.as_markdown(self.document))
+        documents.save_text(self.context.out / PAGE, page.as_markdown(self.document))
 
     def _tidy(self) -> None:
         """Frees what a stage, or a case that failed, leaves on the device."""

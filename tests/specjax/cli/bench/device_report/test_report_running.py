@@ -11,6 +11,7 @@ import pytest
 from specjax.cli.bench.device_report import document as documents
 from specjax.cli.bench.device_report import lock, report
 from specjax.cli.bench.device_report.cases import Case, Context, LeftOut, Stage
+from specjax.cli.bench.device_report.random_models import RandomModels
 from specjax.cli.bench.device_report.running import Run
 from specjax.cli.bench.device_report.sizes import TINY
 
@@ -396,11 +397,9 @@ class Clock:
 
 def run_by(clock, folder, stages, minutes):
     document = documents.open_or_new(folder, documents.environment(jax.devices()[0], "tiny"))
-    context = Context(TINY, folder, jax.devices()[0], lambda key: None)
+    context = Context(TINY, folder, jax.devices()[0], RandomModels(), lambda key: None)
     cases = {key: case for stage in stages for key, case in stage.by_key(TINY, "cpu").items()}
-    run = Run(
-        document, folder, stages, cases, context, minutes, False, lambda line: None, clock=clock
-    )
+    run = Run(document, stages, cases, context, minutes, lambda line: None, clock=clock)
     return run.run(), kept(folder)
 
 

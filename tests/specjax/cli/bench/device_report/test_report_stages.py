@@ -30,7 +30,8 @@ SPEED = {"copy_bytes_per_s": 4e9, "read_bytes_per_s": 8e9, "flops_per_s": 1e11, 
 
 @pytest.fixture
 def context(tmp_path):
-    return Context(TINY, tmp_path, jax.devices()[0], {"device: speed": SPEED}.get)
+    models = random_models.RandomModels()
+    return Context(TINY, tmp_path, jax.devices()[0], models, {"device: speed": SPEED}.get)
 
 
 def test_stages_share_all_of_the_time():
@@ -189,10 +190,10 @@ def test_timed_steps_draft_k_tokens_in_every_row(context):
 
 def test_a_model_that_does_not_fit_is_left_out_with_the_reason(context, monkeypatch):
     monkeypatch.setattr(device_memory, "total_bytes", lambda device: 16 * 10**9)
-    for stage in (model_steps, prefill):  # its weights are not even made
-        monkeypatch.setattr(stage, "setup_of", lambda *_: pytest.fail("loaded"))
+    # Its weights are not even made.
+    monkeypatch.setattr(random_models.RandomModels, "pair", lambda *_: pytest.fail("loaded"))
     pair = FULL.pairs[1]
-    assert random_models.misfit(FULL.pairs[0], context.device, EngineConfig(max_rows=1)) is None
+    random_models.check_fits(FULL.pairs[0], context.device, EngineConfig(max_rows=1))
     for run in (
         lambda: model_steps.measure(pair, 1, context),
         lambda: prefill.measure("llama_3_1_8b", 64, context),
@@ -217,11 +218,10 @@ def test_prompts_are_of_different_places():
     assert {len(prompt) for prompt in prompts} == {48}
 
 
-def test_a_prompt_is_fed_whole_and_again_from_its_begin():
+def test_a_prompt_is_fed_whole_and_again_from_its_begin(context):
     setup = random_models.setup_of(
-        random_models.RandomModels(),
+        context,
         Pair("tiny", "none"),
-        jax.devices()[0],
         EngineConfig(max_rows=1, max_context=162, max_prefill_tokens=64),
         0,
     )
