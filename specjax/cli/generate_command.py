@@ -153,11 +153,8 @@ def run(arguments: argparse.Namespace) -> int:
         speculation = _of_embedded_pair(arguments, entries[0], speculation)
     engine = engine_arguments.config_of(arguments, _ENGINE_OPTIONS)
     _check_output(arguments)
-    status = terminal.Status()
-    try:
+    with terminal.Status() as status:
         return _generate(arguments, entries, speculation, engine, status)
-    finally:
-        status.clear()
 
 
 def _check_output(arguments: argparse.Namespace) -> None:
@@ -184,21 +181,18 @@ def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
     given = SpeculationConfig()
     if arguments.speculative_config is not None:
         given = SpeculationConfig.from_json(arguments.speculative_config)
-    changes: dict[str, Any] = {}
-    if arguments.num_speculative_tokens is not None:
-        changes["num_speculative_tokens"] = arguments.num_speculative_tokens
-    if arguments.verification is not None:
-        changes["verification"] = arguments.verification
+    names = "num_speculative_tokens", "verification"
+    changes = {name: getattr(arguments, name) for name in names}
+    changes = {name: value for name, value in changes.items() if value is not None}
     drafter = arguments.drafter
     if drafter is None and given.method is None and arguments.model == DEFAULT_MODEL:
         drafter = "demo"
     if drafter is not None:
         check_drafter(drafter)
         is_model = drafter not in (NO_DRAFTER, *BY_NAME)
+        method = None if drafter == NO_DRAFTER else drafter
         changes["model"] = drafter if is_model else None
-        changes["method"] = "draft_model" if is_model else drafter
-        if drafter == NO_DRAFTER:
-            changes["method"] = None
+        changes["method"] = "draft_model" if is_model else method
     return dataclasses.replace(given, **changes)
 
 
@@ -269,11 +263,8 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
             _write_result(arguments, entries, result, target, drafter)
         code = _report(arguments, entries, result)
         if comparison.is_wanted(arguments, is_streamed, result):
-            again = terminal.Status()  # that of the text has ended
-            try:
+            with terminal.Status() as again:  # that of the text has ended
                 line = comparison.of(target, entries, result, call, again.report)
-            finally:
-                again.clear()
             print(line, file=sys.stderr)
     except ValueError as error:
         raise ValueError(_with_source(str(error), entries)) from error

@@ -160,12 +160,9 @@ def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
             warnings.warn(f"the estimate stands: {error}", stacklevel=of_the_caller())
         else:
             device = dataclasses.replace(device, speed=speed)
-            status = terminal.Status()
-            try:
-                request = dataclasses.replace(request, device=device)
+            request = dataclasses.replace(request, device=device)
+            with terminal.Status() as status:
                 plan = plans.make_plan(request, status.report)
-            finally:
-                status.clear()
             if not arguments.json:
                 print(f"\n{plan_report.render(plan)}")
             document = plan_document.to_dict(plan, document)

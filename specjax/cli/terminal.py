@@ -122,7 +122,10 @@ class TextWriter:
 
 
 class Status:
-    """One line on stderr that says what is going on, and since when, where stderr is a terminal."""
+    """One line on stderr that says what is going on, and since when, where stderr is a terminal.
+
+    It is gone after a `with` block.
+    """
 
     def __init__(self, stream: TextIO | None = None):
         self._stream = stream or sys.stderr
@@ -159,6 +162,12 @@ class Status:
         """Clears the line for good: text follows."""
         self.clear()
         self._is_over = True
+
+    def __enter__(self) -> Status:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.clear()
 
 
 def legend() -> str:
