@@ -119,11 +119,13 @@ def at_least(least: int) -> Callable[[str], int]:
     )
 
 
-whole_numbers = checked(
-    lambda text: tuple(int(part) for part in text.split(",") if part.strip()),
-    lambda numbers: True,
-    "must be whole numbers with commas, as 2,16,29",
-)
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.strip())
+
+
+_WRONG = "must be whole numbers with commas, as 2,16,29"
+whole_numbers = checked(_whole_numbers, lambda numbers: True, _WRONG)
+layer_ids = checked(_whole_numbers, lambda numbers: len(numbers) > 0, _WRONG)
 number_of_bytes = checked(
     lambda text: int(float(text)),
     lambda number: number >= 1,
@@ -135,7 +137,7 @@ def add_aux_layer_ids(group: Any, help: str | None = None) -> None:
     """Adds --aux-layer-ids to a parser or a group of its options."""
     group.add_argument(
         "--aux-layer-ids",
-        type=whole_numbers,
+        type=layer_ids,
         metavar="IDS",
         help=help
         or "layers of the model whose inputs a head over it captures, as 2,16,29 (default: as its "
