@@ -38,7 +38,7 @@ class Caller:
 
         import specjax
         from specjax.cli.bench import embedded
-        from specjax.cli.bench.command import model
+        from specjax.cli.bench.calibrate import model
 
         self._generate = specjax.generate
         self._speculation = specjax.SpeculationConfig

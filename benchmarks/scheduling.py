@@ -23,7 +23,7 @@ from benchmarks.replay import Clock, Costs, Oracle, Replay, Workload
 from specjax.api.assemble import Setup
 from specjax.api.plots import new_figure, whole_ticks
 from specjax.cli.bench import calibrate, measuring
-from specjax.cli.bench.command import model
+from specjax.cli.bench.calibrate import model
 from specjax.cli.bench.device_report.document import commit
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams

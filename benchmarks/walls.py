@@ -22,7 +22,7 @@ import numpy as np
 
 import specjax
 from specjax.cli.bench import embedded, measuring
-from specjax.cli.bench.command import model
+from specjax.cli.bench.calibrate import model
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig

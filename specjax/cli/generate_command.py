@@ -7,20 +7,19 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specjax.cli import (
     comparison,
+    engine_arguments,
     json_document,
     mesh_argument,
     prompts,
     sampling_arguments,
     terminal,
 )
-from specjax.cli.parser import json_or_file, layer_ids
-from specjax.config.engine import ACTIVATION_DTYPES, KV_CACHE_DTYPES, NUMERICS, EngineConfig
+from specjax.cli.parser import add_aux_layer_ids, json_or_file
 from specjax.config.names import BY_NAME, DRAFTERS, NO_DRAFTER, check_drafter
 from specjax.config.rules import VERIFICATION_RULES
 from specjax.config.speculation import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
@@ -28,6 +27,7 @@ from specjax.config.vllm_json import HEADS
 
 if TYPE_CHECKING:
     from specjax.api.generation import Generation
+    from specjax.config.engine import EngineConfig
     from specjax.models.base import Model
 
 DEFAULT_MODEL = "demo"
@@ -36,12 +36,16 @@ DEFAULT_MODEL = "demo"
 EMBEDDED_K, EMBEDDED_WARM_K, WARM = 7, 3, 0.5
 EMBEDDED_TEMPERATURE = 0.5  # where none is given: of its generation_config.json
 _ENGINE_OPTIONS = {
+    "kv_cache_dtype": "of the target's keys and values (default: the dtype of the weights)",
     "page_size": "tokens per page of keys and values (default: chosen by device and model)",
     "num_pages": "pages in all (default: what the prompts need)",
     "max_rows": "prompts decoded at a time; the others wait",
     "burst_steps": "steps on the device between looks of the host",
     "max_context": "tokens of prompt and output together (default: the model's)",
     "token_bucket": "tokens computed at a time under --numerics invariant",
+    "numerics": "'invariant': equal bits whatever is drafted or decoded beside",
+    "activation_dtype": "of hidden states; 'float32' leaves hardly any rounding that depends on "
+    "what is drafted beside weights in bfloat16 (default that of the weights)",
 }
 
 
@@ -72,7 +76,7 @@ def add_parser(commands: Any) -> None:
     _add_model_options(parser)
     sampling_arguments.add_options(parser)
     _add_output_options(parser)
-    _add_engine_options(parser)
+    engine_arguments.add_options(parser, _ENGINE_OPTIONS)
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -87,13 +91,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(map(repr, DRAFTERS))}, or a folder or hub name of a draft model "
         "(default: 'demo' with the embedded model, else none)",
     )
-    group.add_argument(
-        "--aux-layer-ids",
-        type=layer_ids,
-        metavar="IDS",
-        help="layers of the model whose inputs a head over it captures, as 2,16,29 (default: as "
-        "its files say)",
-    )
+    add_aux_layer_ids(group)
     group.add_argument(
         "--num-speculative-tokens",
         type=int,
@@ -141,31 +139,6 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--kv-cache-dtype",
-        choices=KV_CACHE_DTYPES,
-        help="of the target's keys and values (default: the dtype of the weights)",
-    )
-    for name, text in _ENGINE_OPTIONS.items():
-        default = getattr(EngineConfig(), name)
-        shown = "" if default is None else f" (default {default})"
-        option = "--" + name.replace("_", "-")
-        group.add_argument(option, type=int, metavar="N", help=text + shown)
-    group.add_argument(
-        "--numerics",
-        choices=NUMERICS,
-        help="'invariant': equal bits whatever is drafted or decoded beside (default fast)",
-    )
-    group.add_argument(
-        "--activation-dtype",
-        choices=ACTIVATION_DTYPES,
-        help="of hidden states; 'float32' leaves hardly any rounding that depends on what is "
-        "drafted beside weights in bfloat16 (default that of the weights)",
-    )
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns the exit code."""
     entries = prompts.collect(
@@ -178,13 +151,10 @@ def run(arguments: argparse.Namespace) -> int:
     comparison.check(arguments, speculation)
     if len(entries) == 1 and getattr(arguments, "n", 1) == 1:
         speculation = _of_embedded_pair(arguments, entries[0], speculation)
-    engine = engine_config(arguments)
+    engine = engine_arguments.config_of(arguments, _ENGINE_OPTIONS)
     _check_output(arguments)
-    status = terminal.Status()
-    try:
+    with terminal.Status() as status:
         return _generate(arguments, entries, speculation, engine, status)
-    finally:
-        status.clear()
 
 
 def _check_output(arguments: argparse.Namespace) -> None:
@@ -211,21 +181,18 @@ def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
     given = SpeculationConfig()
     if arguments.speculative_config is not None:
         given = SpeculationConfig.from_json(arguments.speculative_config)
-    changes: dict[str, Any] = {}
-    if arguments.num_speculative_tokens is not None:
-        changes["num_speculative_tokens"] = arguments.num_speculative_tokens
-    if arguments.verification is not None:
-        changes["verification"] = arguments.verification
+    names = "num_speculative_tokens", "verification"
+    changes = {name: getattr(arguments, name) for name in names}
+    changes = {name: value for name, value in changes.items() if value is not None}
     drafter = arguments.drafter
     if drafter is None and given.method is None and arguments.model == DEFAULT_MODEL:
         drafter = "demo"
     if drafter is not None:
         check_drafter(drafter)
         is_model = drafter not in (NO_DRAFTER, *BY_NAME)
+        method = None if drafter == NO_DRAFTER else drafter
         changes["model"] = drafter if is_model else None
-        changes["method"] = "draft_model" if is_model else drafter
-        if drafter == NO_DRAFTER:
-            changes["method"] = None
+        changes["method"] = "draft_model" if is_model else method
     return dataclasses.replace(given, **changes)
 
 
@@ -246,13 +213,6 @@ def _of_embedded_pair(
         is_warm = given.get("temperature", EMBEDDED_TEMPERATURE) > WARM
         depth = EMBEDDED_WARM_K if is_warm else EMBEDDED_K
     return dataclasses.replace(config, policy="fixed", num_speculative_tokens=depth)
-
-
-def engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    """Returns the engine config of the arguments, with defaults for the rest."""
-    names = [*_ENGINE_OPTIONS, "kv_cache_dtype", "numerics", "activation_dtype"]
-    given = {name: getattr(arguments, name) for name in names}
-    return EngineConfig(**{k: value for k, value in given.items() if value is not None})
 
 
 def _generate(arguments, entries, speculation, engine, status) -> int:
@@ -289,9 +249,7 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
                 progress=status.report,
                 **call,
             )
-            has_text = target.tokenizer is not None
-            result = _write_stream(arguments, entries[0], stream, status, has_text=has_text)
-            _writer(arguments).logprobs(result[0].logprobs or (), _namer(target))
+            result = _write_stream(_writer(arguments, target), entries[0].prompt, stream, status)
         else:
             status.clear()
             result = generation.generate(
@@ -305,18 +263,17 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
             _write_result(arguments, entries, result, target, drafter)
         code = _report(arguments, entries, result)
         if comparison.is_wanted(arguments, is_streamed, result):
-            again = terminal.Status()  # that of the text has ended
-            try:
+            with terminal.Status() as again:  # that of the text has ended
                 line = comparison.of(target, entries, result, call, again.report)
-            finally:
-                again.clear()
             print(line, file=sys.stderr)
     except ValueError as error:
         raise ValueError(_with_source(str(error), entries)) from error
     return code
 
 
-def _load(arguments: argparse.Namespace, config: SpeculationConfig, engine: EngineConfig, mesh):
+def _load(
+    arguments: argparse.Namespace, config: SpeculationConfig, engine: EngineConfig, mesh: Any
+):
     """Returns the target, and the drafter, its weights or its name."""
     from specjax.api.loading import load_draft_model
     from specjax.checkpoints.any_model import load_any_model
@@ -337,21 +294,22 @@ def _load(arguments: argparse.Namespace, config: SpeculationConfig, engine: Engi
     return target, load_drafter(draft, target, config)
 
 
-def _write_stream(arguments, entry, stream, status, *, has_text) -> Generation:
+def _write_stream(writer: terminal.TextWriter, prompt, stream, status) -> Generation:
     """Writes text as it comes; returns the whole result."""
-    writer = _writer(arguments)
     is_begun = False
     try:
         for chunk in stream:
             if not is_begun:
                 status.end()
-                _write_prompt(writer, entry.prompt)
+                writer.prompt(prompt)
                 is_begun = True
-            _write_tokens(writer, chunk, has_text=has_text)
+            writer.output(chunk)
     finally:
         status.clear()
         writer.end()
-    return stream.result()
+    result = stream.result()
+    writer.logprobs(result[0].logprobs or ())
+    return result
 
 
 def _write_result(arguments, entries, result: Generation, target, drafter) -> None:
@@ -367,7 +325,7 @@ def _write_result(arguments, entries, result: Generation, target, drafter) -> No
         }
         print(json_document.render(result, about))
         return
-    writer = _writer(arguments)
+    writer = _writer(arguments, target)
     for completion in result:
         entry = entries[completion.prompt_index]
         place = f"prompt {completion.prompt_index}"
@@ -375,45 +333,15 @@ def _write_result(arguments, entries, result: Generation, target, drafter) -> No
             place += f", sample {completion.sample_index}"
         writer.header(f"{place}: {terminal.first_line(entry.prompt)}")
         if completion.error is None:
-            _write_prompt(writer, entry.prompt)
-        _write_tokens(writer, completion, has_text=target.tokenizer is not None)
-        writer.logprobs(completion.logprobs or (), _namer(target))
+            writer.prompt(entry.prompt)
+        writer.output(completion)
+        writer.logprobs(completion.logprobs or ())
         writer.end()
 
 
-def _writer(arguments: argparse.Namespace) -> terminal.TextWriter:
+def _writer(arguments: argparse.Namespace, target: Model) -> terminal.TextWriter:
     has_color = terminal.use_color(arguments.color, sys.stdout, os.environ)
-    return terminal.TextWriter(sys.stdout, has_color=has_color)
-
-
-def _write_prompt(writer: terminal.TextWriter, prompt) -> None:
-    if not writer.shows_prompts:
-        return
-    prompt = getattr(prompt, "messages", prompt)
-    if isinstance(prompt, str):
-        writer.prompt(prompt)
-    elif prompt and isinstance(prompt[0], Mapping):
-        writer.prompt(f"{terminal.first_line(prompt)}\n")
-    else:
-        writer.prompt("".join(f"{token_id} " for token_id in prompt))
-
-
-def _write_tokens(writer: terminal.TextWriter, part, *, has_text: bool) -> None:
-    """Writes the text of a chunk or completion, its token ids where there is none."""
-    if has_text:
-        writer.pieces(part.pieces)
-    else:
-        writer.token_ids(part.token_ids)
-
-
-def _namer(target: Model) -> Callable[[int], str]:
-    """Returns a function that formats a token: its id, and its text if there is a tokenizer."""
-    tokenizer = target.tokenizer
-    if tokenizer is None:
-        return str
-    text = lambda *ids: tokenizer.decode(ids, skip_special_tokens=False)
-    # After itself a token keeps the space that some tokenizers take from the first one.
-    return lambda i: f"{i} {text(i, i)[len(text(i)) :]!r}"
+    return terminal.TextWriter(sys.stdout, has_color=has_color, tokenizer=target.tokenizer)
 
 
 def _report(arguments, entries, result: Generation) -> int:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from specjax.cli.parser import layer_ids
+from specjax.cli.parser import add_aux_layer_ids
 
 # Names of figures whose text differs from their name with spaces.
 _LABELS = {
@@ -33,12 +33,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--target", metavar="T", help="folder or hub name of the model that it would draft for"
     )
-    parser.add_argument(
-        "--aux-layer-ids",
-        type=layer_ids,
-        metavar="IDS",
-        help="layers whose inputs a head captures, as 2,16,29, where its files say others or none",
-    )
+    add_aux_layer_ids(parser)
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 

@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specjax.cli.prompts import messages_of
+
 if TYPE_CHECKING:
     from specjax.api.generation import Completion, Generation
 
@@ -28,7 +30,7 @@ def render(generation: Generation, about: Mapping[str, Any]) -> str:
     """Returns the document: `about`, then `outputs` in the order of the prompts, and `stats`."""
     outputs = [_output(completion) for completion in generation]
     document = {**about, "outputs": outputs, "stats": generation.stats.to_dict()}
-    return json.dumps(_finite(document), ensure_ascii=False, indent=2, allow_nan=False)
+    return json.dumps(plain(document), ensure_ascii=False, indent=2, allow_nan=False)
 
 
 def lines(generation: Generation, prompts: Sequence[Any]) -> str:
@@ -36,14 +38,11 @@ def lines(generation: Generation, prompts: Sequence[Any]) -> str:
     found = []
     for completion in generation:
         prompt = prompts[completion.prompt_index]
-        key = "prompt" if isinstance(prompt, str) or not _is_chat(prompt) else "messages"
-        own = {key: getattr(prompt, "messages", prompt), **_output(completion)}
-        found.append(json.dumps(_finite(own), ensure_ascii=False, allow_nan=False) + "\n")
+        messages = messages_of(prompt)
+        given = {"prompt": prompt} if messages is None else {"messages": messages}
+        own = plain(given | _output(completion))
+        found.append(json.dumps(own, ensure_ascii=False, allow_nan=False) + "\n")
     return "".join(found)
-
-
-def _is_chat(prompt: Any) -> bool:
-    return hasattr(prompt, "messages") or (bool(prompt) and isinstance(prompt[0], Mapping))
 
 
 def _output(completion: Completion) -> dict[str, Any]:
@@ -60,12 +59,14 @@ def _output(completion: Completion) -> dict[str, Any]:
     return output
 
 
-def _finite(value: Any) -> Any:
-    """Returns the value with null for numbers that JSON lacks (the logarithm of 0)."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+def plain(value: Any) -> Any:
+    """Returns a value as JSON has it: null for numbers that it lacks, as the logarithm of 0."""
+    if hasattr(value, "tolist"):  # an array, or a number of one
+        return plain(value.tolist())
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return value

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import io
 import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from specjax.cli import generate_command, inspect_command, plan_command, train_command
+from specjax.cli.bench import command as bench_command
 from specjax.cli.parser import EXIT_BAD_INPUT, Parser
 
-# Commands that parse their own arguments: module with main(argv), and help text.
-DELEGATED = {
-    "bench": (
-        "specjax.cli.bench.command",
-        "measure what speculation gains on this machine",
-    ),
-}
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
@@ -65,8 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str], owns_process: bool) -> int:
-    if argv and argv[0] in DELEGATED:
-        return _delegate(argv[0], argv[1:])
     parser = build_parser()
     arguments = parser.parse_args(argv)
     if "run" not in arguments:
@@ -89,8 +79,7 @@ def build_parser() -> Parser:
     plan_command.add_parser(commands)
     inspect_command.add_parser(commands)
     train_command.add_parser(commands)
-    for name, (_, summary) in DELEGATED.items():
-        commands.add_parser(name, help=summary, add_help=False)
+    bench_command.add_parser(commands)
     return parser
 
 
@@ -105,17 +94,6 @@ class _Version(argparse.Action):
 
         print(f"specjax {specjax.__version__}")
         parser.exit()
-
-
-def _delegate(command: str, argv: list[str]) -> int:
-    module, _ = DELEGATED[command]
-    try:
-        run: Any = importlib.import_module(module).main
-    except ModuleNotFoundError as error:
-        if error.name not in (module, module.rpartition(".")[0]):
-            raise
-        raise NotImplementedError(f"this version of specjax has no {command!r} command.") from error
-    return run(argv) or 0
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from specjax.config.keywords import INSTEAD, OPTIONS, RENAMED, holder
 from specjax.config.names import closest, suggestion
+
+Value = TypeVar("Value")
 
 EXIT_BAD_INPUT = 2
 _BAD_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
@@ -89,26 +92,54 @@ def json_or_file(text: str) -> str:
         ) from None
 
 
-def layer_ids(text: str) -> tuple[int, ...]:
-    """Returns whole numbers that are separated by commas."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be whole numbers with commas, as 2,16,29"
-        ) from None
+def checked(
+    parse: Callable[[str], Value], is_right: Callable[[Value], bool], wrong: str
+) -> Callable[[str], Value]:
+    """Returns a function that parses an argument, for `type` of an option.
+
+    Args:
+      parse: may raise ValueError or OverflowError.
+      wrong: what is said, after the text, where that fails or the value is not right.
+    """
+
+    def parsed(text: str) -> Value:
+        with contextlib.suppress(ValueError, OverflowError):
+            value = parse(text)
+            if is_right(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} {wrong}")
+
+    return parsed
 
 
-def at_least(least: int):
+def at_least(least: int) -> Callable[[str], int]:
     """Returns a function that parses a whole number of at least `least`."""
+    return checked(
+        int, lambda number: number >= least, f"must be a whole number of at least {least}"
+    )
 
-    def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = None
-        if number is None or number < least:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least {least}")
-        return number
 
-    return parse
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.strip())
+
+
+_WRONG = "must be whole numbers with commas, as 2,16,29"
+whole_numbers = checked(_whole_numbers, lambda numbers: True, _WRONG)
+layer_ids = checked(_whole_numbers, lambda numbers: len(numbers) > 0, _WRONG)
+number_of_bytes = checked(
+    lambda text: int(float(text)),
+    lambda number: number >= 1,
+    "must be a finite number of bytes, at least 1, as 16e9",
+)
+
+
+def add_aux_layer_ids(group: Any, help: str | None = None) -> None:
+    """Adds --aux-layer-ids to a parser or a group of its options."""
+    group.add_argument(
+        "--aux-layer-ids",
+        type=layer_ids,
+        metavar="IDS",
+        help=help
+        or "layers of the model whose inputs a head over it captures, as 2,16,29 (default: as its "
+        "files say)",
+    )

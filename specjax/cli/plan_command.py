@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import math
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from specjax.cli.parser import EXIT_BAD_INPUT, layer_ids
+from specjax.cli import engine_arguments, terminal
+from specjax.cli.parser import EXIT_BAD_INPUT, add_aux_layer_ids
 from specjax.config.checks import CAPTURED
-from specjax.config.engine import GATES, KV_CACHE_DTYPES, EngineConfig
+from specjax.config.engine import EngineConfig
 from specjax.config.speculation import SpeculationConfig
-from specjax.runtime.seconds import every_second
 from specjax.runtime.stack_level import of_the_caller
 
 if TYPE_CHECKING:
     from specjax.planning.plan_request import PlanRequest
 
 DTYPES = ("float32", "bfloat16", "float16")
-_DEFAULT_ROWS = 64
-_DEFAULT_K = 4
+_ENGINE_OPTIONS = {
+    "max_rows": "requests decoded at a time",
+    "row_buckets": "fewer rows that bursts are compiled for, as EngineConfig has them (default: "
+    "max-rows by 4, by 16, ...)",
+    "max_context": "tokens of prompt and output together (default: the model's)",
+    "page_size": "tokens of a page (default: chosen by device and model)",
+    "kv_cache_dtype": "of the target's keys and values (default: the dtype of the weights)",
+    "num_pages": "pages of the pool (default: as many as fit)",
+    "logit_bytes": "most that float32 logits take at a time while drafts are verified; 1e8 may be "
+    "written",
+    "memory_bytes": "of each chip (default: what the device has; 16e9 may be written)",
+    "batch_safety_margin": "of the free memory, kept from batches",
+    "speculation_weight_fraction": "of the weight limit, up to where batches speculate",
+    "gate": "which tokens of a batch weigh: those that rows have, or all that they may ever have",
+}
 
 
 def add_parser(commands: Any) -> None:
@@ -50,13 +59,7 @@ def add_parser(commands: Any) -> None:
         default="none",
         help="the same, 'ngram', 'history', 'self-int8', 'self-int4' or 'none'",
     )
-    parser.add_argument(
-        "--aux-layer-ids",
-        type=layer_ids,
-        metavar="IDS",
-        help="layers of the model whose inputs a head over it captures, as 2,16,29 (default: as "
-        "its files say)",
-    )
+    add_aux_layer_ids(parser)
     storing = parser.add_mutually_exclusive_group()
     storing.add_argument(
         "--store-features",
@@ -99,7 +102,7 @@ def add_parser(commands: Any) -> None:
         "--num-speculative-tokens",
         type=int,
         metavar="K",
-        default=_DEFAULT_K,
+        default=4,
         help="most tokens drafted per step (default %(default)s)",
     )
     parser.add_argument(
@@ -109,7 +112,7 @@ def add_parser(commands: Any) -> None:
         metavar="P",
         help="how often a draft token stands, assumed to choose K (default %(default)s)",
     )
-    _add_engine_options(parser)
+    engine_arguments.add_options(parser, _ENGINE_OPTIONS, max_rows=64)
     parser.add_argument(
         "--estimate",
         action="store_true",
@@ -120,86 +123,6 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.add_argument("--plot", metavar="FILE", help="draw K and tokens/s as PNG")
-
-
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    default = EngineConfig()
-    group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--max-rows",
-        type=int,
-        metavar="N",
-        default=_DEFAULT_ROWS,
-        help="requests decoded at a time (default %(default)s)",
-    )
-    group.add_argument(
-        "--row-buckets",
-        metavar="N,N,...",
-        help="fewer rows that bursts are compiled for, as EngineConfig has them (default: "
-        "max-rows by 4, by 16, ...)",
-    )
-    group.add_argument(
-        "--max-context",
-        type=int,
-        metavar="N",
-        help="tokens of prompt and output together (default: the model's)",
-    )
-    _add_memory_options(group, default)
-
-
-def _add_memory_options(group: Any, default: EngineConfig) -> None:
-    group.add_argument(
-        "--page-size",
-        type=int,
-        metavar="N",
-        help="tokens of a page (default: chosen by device and model)",
-    )
-    group.add_argument(
-        "--kv-cache-dtype",
-        choices=KV_CACHE_DTYPES,
-        help="of the target's keys and values (default: the dtype of the weights)",
-    )
-    group.add_argument(
-        "--num-pages",
-        type=int,
-        metavar="N",
-        help="pages of the pool (default: as many as fit)",
-    )
-    group.add_argument(
-        "--logit-bytes",
-        type=float,
-        metavar="N",
-        default=default.logit_bytes,
-        help="most that float32 logits take at a time while drafts are verified (default "
-        "%(default)s; 1e8 may be written)",
-    )
-    group.add_argument(
-        "--memory-bytes",
-        type=float,
-        metavar="N",
-        help="of each chip (default: what the device has; 16e9 may be written)",
-    )
-    group.add_argument(
-        "--batch-safety-margin",
-        type=float,
-        metavar="PERCENT",
-        default=default.batch_safety_margin,
-        help="of the free memory, kept from batches (default %(default)s)",
-    )
-    group.add_argument(
-        "--speculation-weight-fraction",
-        type=float,
-        metavar="F",
-        default=default.speculation_weight_fraction,
-        help="of the weight limit, up to where batches speculate (default %(default)s)",
-    )
-    group.add_argument(
-        "--gate",
-        choices=GATES,
-        default=default.gate,
-        help="which tokens of a batch weigh: those that rows have, or all that they may "
-        "ever have (default %(default)s)",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -237,8 +160,9 @@ def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
             warnings.warn(f"the estimate stands: {error}", stacklevel=of_the_caller())
         else:
             device = dataclasses.replace(device, speed=speed)
-            with contextlib.closing(_Progress()) as progress:
-                plan = plans.make_plan(dataclasses.replace(request, device=device), progress)
+            request = dataclasses.replace(request, device=device)
+            with terminal.Status() as status:
+                plan = plans.make_plan(request, status.report)
             if not arguments.json:
                 print(f"\n{plan_report.render(plan)}")
             document = plan_document.to_dict(plan, document)
@@ -288,59 +212,6 @@ def _request(arguments: argparse.Namespace, engine: EngineConfig) -> PlanRequest
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """Returns the engine that the arguments describe."""
     rows = arguments.max_rows
-    return EngineConfig(
-        max_rows=rows,
-        row_buckets=_row_buckets(arguments.row_buckets, rows),
-        max_context=arguments.max_context,
-        page_size=arguments.page_size,
-        num_pages=arguments.num_pages,
-        kv_cache_dtype=arguments.kv_cache_dtype,
-        logit_bytes=_bytes("--logit-bytes", arguments.logit_bytes),
-        gate=arguments.gate,
-        memory_bytes=None
-        if arguments.memory_bytes is None
-        else _bytes("--memory-bytes", arguments.memory_bytes),
-        batch_safety_margin=arguments.batch_safety_margin,
-        speculation_weight_fraction=arguments.speculation_weight_fraction,
-    )
-
-
-def _bytes(option: str, value: float) -> int:
-    """Returns whole bytes of a number that may be written as 16e9."""
-    if not 1 <= value < math.inf:
-        raise ValueError(f"{option} {value:g} must be a finite number of bytes, at least 1.")
-    return int(value)
-
-
-def _row_buckets(text: str | None, max_rows: int) -> tuple[int, ...]:
-    if text is None:
-        return tuple(max_rows // 4**i for i in range(1, 8) if max_rows >= 4**i)
-    try:
-        return tuple(int(part) for part in text.split(",") if part)
-    except ValueError:
-        raise ValueError(
-            f"--row-buckets {text} must be whole numbers with commas, as 4,16."
-        ) from None
-
-
-class _Progress:
-    """Says on a terminal which step compiles, of how many, and the seconds so far."""
-
-    def __init__(self):
-        self._began, self._is_shown = time.monotonic(), sys.stderr.isatty()
-        self.close: Callable[[], None] = lambda: None  # ends what shows the seconds
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if not self._is_shown:
-            return
-        self.close()
-        before = time.monotonic() - self._began
-        count = f"{min(done + 1, total)} of {total}"
-
-        def show(seconds: float) -> None:
-            line = f"\r\033[K{what} ({count}, {before + seconds:.0f} s so far)"
-            print(line, end="\n" if done == total else "", file=sys.stderr, flush=True)
-
-        show(0)
-        if done < total:
-            self.close = every_second(show)
+    if arguments.row_buckets is None:
+        arguments.row_buckets = tuple(rows // 4**i for i in range(1, 8) if rows >= 4**i)
+    return engine_arguments.config_of(arguments, _ENGINE_OPTIONS)

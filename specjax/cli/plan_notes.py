@@ -6,12 +6,9 @@ import shlex
 
 import jax.numpy as jnp
 
-from specjax.decode.config import DecoderConfig
-from specjax.decode.sizes import Sizes
-from specjax.planning.abstract_decoder import AbstractDecoder
 from specjax.planning.plan_figures import PlanFigures
 from specjax.planning.plan_request import PlanRequest
-from specjax.planning.plans import FullPlan
+from specjax.planning.plans import FullPlan, decoder_of
 from specjax.planning.workspace_fit import MIXED
 from specjax.policy import cost_files
 
@@ -88,33 +85,14 @@ def _on_kept_costs(request: PlanRequest) -> list[str]:
     names = request.target_name, request.drafter_name
     pair = [shlex.quote(name) for name in names]
     command = f"specjax bench --calibrate --target {pair[0]} --drafter {pair[1]}"
-    path = cost_files.path_of(cost_files.key_of(_smallest_decoder(request)))
+    decoder = decoder_of(request, request.target.num_layers, num_pages=1)
+    path = cost_files.path_of(cost_files.key_of(decoder))
     if path is None or not path.is_file():
         return [f"to measure this pair's steps on this machine: {command}"]
     return [
         f"steps of this pair were measured on this machine, and an engine chooses K by them "
         f"({path}); to measure and print them: {command}"
     ]
-
-
-def _smallest_decoder(request: PlanRequest) -> AbstractDecoder:
-    """Returns a decoder whose step costs are those of the plan's: they know no rooms."""
-    sizes = Sizes(
-        rows=1,
-        page_size=request.engine.chosen_page_size,
-        num_pages=1,
-        pages_per_row=1,
-        burst_steps=1,
-        dtype=jnp.dtype(request.dtype),
-    )
-    config = DecoderConfig(
-        target=request.target,
-        drafter=request.drafter,
-        sizes=sizes,
-        engine=request.engine,
-        mesh=request.device.mesh,
-    )
-    return AbstractDecoder(config)
 
 
 def _on_compiled(plan: FullPlan) -> list[str]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from specjax.api.plots import new_figure, whole_ticks
-from specjax.cli import plan_document
+from specjax.cli import plan_document, table
 from specjax.config.batch_size_table import NAME as TABLE_NAME
 from specjax.config.names import NO_DRAFTER
 from specjax.planning.devices import Device
 from specjax.planning.estimate import Estimate
-from specjax.planning.memory_model import MemoryPlan
 from specjax.planning.plan_figures import PlanFigures
 from specjax.planning.plans import FullPlan
 from specjax.planning.workspace_fit import BURST
@@ -66,7 +64,7 @@ def render_estimate(plan: Estimate) -> str:
     document = plan_document.of_estimate(plan)
     parts = [
         f"{_title(document)}: estimate, from formulas; nothing was compiled or measured.",
-        _table(("", ""), _estimated(plan, document)),
+        _figures(plan, document),
     ]
     if plan.misfit is None:
         parts += [*_steps(plan, document), *_by_context(plan, document)]
@@ -79,12 +77,13 @@ def render(plan: FullPlan) -> str:
     document = plan_document.to_dict(plan)
     parts = [
         f"{_title(document)}; nothing was measured.",
-        _table(("", ""), _figures(plan, document)),
+        _figures(plan, document),
         "What each step needs beside weights and pages, MB of each chip:",
-        _table(*_bucket_rows(document)),
+        table.as_text(_buckets(document)),
+        "Implementation of each op:",
+        table.as_text(_kernels(plan)),
+        *_by_context(plan, document),
     ]
-    parts += ["Implementation of each op:", _table(("op", ""), _kernel_rows(plan))]
-    parts += _by_context(plan, document)
     if document[TABLE_NAME] and plan.request.most_drafted:
         parts.append(f'"{TABLE_NAME}": {document[TABLE_NAME]}')
     return "\n\n".join(parts + [f"Note: {note}" for note in document["notes"]])
@@ -99,16 +98,21 @@ def _title(document: dict[str, Any]) -> str:
 
 def _steps(plan: Estimate, document: dict[str, Any]) -> list[str]:
     """Returns the table of a step's seconds at each K."""
-    if not document["steps"]:
-        return []
-    heads = ("rows", "K", "ms", "tokens", "tokens/s")
-    rows = [dict(zip(heads, row)) for row in _step_rows(document)]
-    if not plan.request.most_drafted:
-        heads = ("rows", "ms", "tokens/s")
-    return [
-        f"A step of rows of {plan.table_context:,} tokens{_if_standing(plan)}:",
-        _table(heads, [[row[head] for head in heads] for row in rows]),
+    drafts = plan.request.most_drafted
+    rows = [
+        {
+            "rows": step["rows"],
+            **({"K": step["num_speculative_tokens"]} if drafts else {}),
+            "ms": f"{step['step_s'] * 1e3:,.{2 if step['step_s'] < 0.1 else 0}f}",
+            **({"tokens": f"{step['expected_tokens']:.2f}"} if drafts else {}),
+            "tokens/s": _speed(step["tokens_per_s"]),
+        }
+        for step in document["steps"] or ()
     ]
+    if not rows:
+        return []
+    title = f"A step of rows of {plan.table_context:,} tokens{_if_standing(plan)}:"
+    return [title, table.as_text(rows)]
 
 
 def _if_standing(plan: PlanFigures) -> str:
@@ -126,62 +130,32 @@ def _seconds(plan: PlanFigures) -> str:
 def _by_context(plan: PlanFigures, document: dict[str, Any]) -> list[str]:
     """Returns the tables whose columns are contexts: rows that fit, K, tokens per second."""
     parts = []
-    choices = document["num_speculative_tokens_by_batch_and_context"]
-    if document["largest_batch_by_context"]:
-        parts += ["Largest batch by context:", _table(*_batch_rows(document))]
-    if choices:
-        contexts = [str(context) for context in plan.contexts]
-        rows = [(row, *(by[c] for c in contexts)) for row, by in choices.items()]
-        if plan.request.most_drafted:
-            parts += [
-                f"K by rows and context, by {_seconds(plan)}{_if_standing(plan)}:",
-                _table(("rows", *contexts), rows),
-            ]
+    if largest := document["largest_batch_by_context"]:
+        rows = [{"context": "rows", **largest}]
+        parts += ["Largest batch by context:", table.as_text(rows)]
+    chosen = document["num_speculative_tokens_by_batch_and_context"] or {}
+    if chosen and plan.request.most_drafted:
+        parts += [
+            f"K by rows and context, by {_seconds(plan)}{_if_standing(plan)}:",
+            table.as_text({"rows": rows, **by} for rows, by in chosen.items()),
+        ]
+    if speeds := document["tokens_per_s_by_batch_and_context"]:
         parts += [
             f"Tokens per second of all rows, by {_seconds(plan)}, at most:",
-            _table(("rows", *contexts), _speed_rows(document, contexts)),
+            table.as_text(
+                {"rows": rows, **{context: _speed(speed) for context, speed in by.items()}}
+                for rows, by in speeds.items()
+            ),
         ]
     return parts
 
 
-def _estimated(plan: Estimate, document: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = _held(plan, document)
-    total = document["per_chip"]["memory_bytes"]
-    if total is not None:
-        free = total - plan.resident_bytes
-        rows += [("memory, each chip", _gigabytes(total))]
-        rows += [("free memory, each chip", _gigabytes(free))]
-    workspace = f"about {_gigabytes(plan.workspace_bytes)}, maybe several times more"
-    rows.append(("workspace of the largest step", workspace))
-    if plan.memory is not None:
-        pages, size = plan.memory.num_pages, plan.memory.page_size
-        rows += [
-            ("pages", f"{pages:,} of {size} tokens"),
-            ("tokens that pages hold", f"{pages * size:,}"),
-            *_gate_row(plan.memory, plan),
-        ]
-    return rows + _ridge_rows(document)
-
-
-def _step_rows(document: dict[str, Any]) -> list[tuple]:
-    return [
-        (
-            step["rows"],
-            step["num_speculative_tokens"],
-            f"{step['step_s'] * 1e3:,.{2 if step['step_s'] < 0.1 else 0}f}",
-            f"{step['expected_tokens']:.2f}",
-            _speed(step["tokens_per_s"]),
-        )
-        for step in document["steps"]
-    ]
-
-
-def _kernel_rows(plan: FullPlan) -> list[tuple[str, str]]:
+def _kernels(plan: FullPlan) -> list[table.Row]:
     """Returns each op with its implementations; some cases of one op may need another."""
     by_op: dict[str, list[str]] = {}
     for taken in plan.kernels:
         by_op.setdefault(taken.op, []).append(taken.implementation)
-    return [(op, ", ".join(dict.fromkeys(names))) for op, names in by_op.items()]
+    return [{"op": op, "": ", ".join(dict.fromkeys(names))} for op, names in by_op.items()]
 
 
 def draw(plan: PlanFigures, path: str | os.PathLike[str]) -> None:
@@ -237,120 +211,77 @@ def check_can_draw(device: Device, path: str | os.PathLike[str]) -> None:
     new_figure(1, 1)
 
 
-def _figures(plan: FullPlan, document: dict[str, Any]) -> list[tuple[str, str]]:
-    memory, rows = plan.memory, _held(plan, document)
+def _figures(plan: PlanFigures, document: dict[str, Any]) -> str:
+    """Returns the first table: what is held, what is left for pages, and what that is enough for.
+
+    A plan of compiled steps stands below the estimate, and leaves out what is the same in both.
+    """
+    is_estimate, memory = isinstance(plan, Estimate), plan.memory
+    tokens, of_chip = document["bytes_per_token"], document["per_chip"]
+    rows = {
+        "weights": _gigabytes(document["weights_bytes"]),
+        "weights and state, each chip": _gigabytes(plan.resident_bytes),
+    }
+    if document["num_chips"] > 1 and plan.request.drafter.configs:
+        shards = document["draft_tensor_parallel_size"]
+        rows["drafter"] = "whole on each chip" if shards == 1 else f"split over {shards} chips"
+    rows["bytes per token of context, all chips"] = (
+        f"{tokens['target']:,.0f} target, {tokens['drafter']:,.0f} drafter"
+    )
+    if (total := of_chip["memory_bytes"]) is not None:
+        if is_estimate:
+            rows["memory, each chip"] = _gigabytes(total)
+        rows["free memory, each chip"] = _gigabytes(total - plan.resident_bytes)
+    if is_estimate:
+        about = f"about {_gigabytes(of_chip['workspace_bytes'])}, maybe several times more"
+        rows["workspace of the largest step"] = about
     if memory is not None:
-        name = "coefficients, bytes per token, all chips"
-        found = document["coefficients"]
-        rows += [
-            ("free memory, each chip", _gigabytes(memory.free_bytes)),
-            ("workspace of the largest step", _gigabytes(memory.workspace_bytes)),
-            (
-                name,
-                f"{found['next_token']:,.0f} next token, {found['prefill_linear']:,.0f} prefill",
-            ),
-            ("pages", f"{memory.num_pages:,} of {memory.page_size} tokens"),
-            ("weight limit, all chips", _gigabytes(document["weight_limit"])),
-            *_gate_row(memory, plan),
-            (
-                "batch safety margin",
-                f"{memory.batch_safety_margin:g} %, recommended "
+        pages = f"{memory.num_pages:,} of {memory.page_size} tokens"
+        gate = f"{memory.gate_tokens:,} tokens of a batch"
+        drafts = {"speculates up to": gate} if plan.request.most_drafted else {}
+        if is_estimate:
+            held = f"{memory.num_pages * memory.page_size:,}"
+            rows |= {"pages": pages, "tokens that pages hold": held, **drafts}
+        else:
+            found = document["coefficients"]
+            rows |= {
+                "workspace of the largest step": _gigabytes(memory.workspace_bytes),
+                "coefficients, bytes per token, all chips": f"{found['next_token']:,.0f} next "
+                f"token, {found['prefill_linear']:,.0f} prefill",
+                "pages": pages,
+                "weight limit, all chips": _gigabytes(document["weight_limit"]),
+                **drafts,
+                "batch safety margin": f"{memory.batch_safety_margin:g} %, recommended "
                 f"{memory.recommended_batch_safety_margin} %",
-            ),
-        ]
-    return rows + _ridge_rows(document)
+            }
+    if ridge := document["ridge_flops_per_byte"]:
+        turns = f"{document['compute_bound_tokens']:.0f} tokens of a step (short contexts)"
+        rows["ridge point"] = f"{ridge:.0f} operations per byte"
+        rows["turns compute-bound at"] = turns
+    return table.aligned(rows.items())
 
 
-def _gate_row(memory: MemoryPlan, plan: PlanFigures) -> list[tuple[str, str]]:
-    if not plan.request.most_drafted:
-        return []
-    return [("speculates up to", f"{memory.gate_tokens:,} tokens of a batch")]
-
-
-def _held(plan: PlanFigures, document: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the rows on weights, state and bytes per token."""
-    tokens = document["bytes_per_token"]
-    return [
-        ("weights", _gigabytes(document["weights_bytes"])),
-        ("weights and state, each chip", _gigabytes(plan.resident_bytes)),
-        *_split_row(plan),
-        (
-            "bytes per token of context, all chips",
-            f"{tokens['target']:,.0f} target, {tokens['drafter']:,.0f} drafter",
-        ),
-    ]
-
-
-def _ridge_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    if not document["ridge_flops_per_byte"]:
-        return []
-    return [
-        ("ridge point", f"{document['ridge_flops_per_byte']:.0f} operations per byte"),
-        (
-            "turns compute-bound at",
-            f"{document['compute_bound_tokens']:.0f} tokens of a step (short contexts)",
-        ),
-    ]
-
-
-def _split_row(plan: PlanFigures) -> list[tuple[str, str]]:
-    """Returns over how many chips a drafter with weights is split, where there are several."""
-    request = plan.request
-    if request.device.count == 1 or not request.drafter.configs:
-        return []
-    shards = request.drafter.num_shards
-    where = "whole on each chip" if shards == 1 else f"split over {shards} chips"
-    return [("drafter", where)]
-
-
-def _bucket_rows(document: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple]]:
+def _buckets(document: dict[str, Any]) -> list[table.Row]:
     ms = "roofline ms" if document["processor_speed"] is None else "ms"
-    head = ("step", "rows", "tokens", "K", "MB", "", "flops/byte", ms)
     show = lambda value, scale=1.0: "" if value is None else f"{value * scale:.3g}"
-    rows = [
-        (
-            b["kind"],
-            b["rows"],
-            b["tokens"],
-            b["num_speculative_tokens"] if b["kind"] == BURST else "",
-            f"{b['workspace_bytes'] / 1e6:.2f}",
-            b["source"],
-            show(b["intensity_flops_per_byte"]),
-            show(b["roofline_s"], 1e3),
-        )
-        for b in document["buckets"]
+    return [
+        {
+            "step": bucket["kind"],
+            "rows": bucket["rows"],
+            "tokens": bucket["tokens"],
+            "K": bucket["num_speculative_tokens"] if bucket["kind"] == BURST else "",
+            "MB": f"{bucket['workspace_bytes'] / 1e6:.2f}",
+            "": bucket["source"],
+            "flops/byte": show(bucket["intensity_flops_per_byte"]),
+            ms: show(bucket["roofline_s"], 1e3),
+        }
+        for bucket in document["buckets"]
     ]
-    return head, rows
-
-
-def _speed_rows(document: dict[str, Any], contexts: Sequence[str]) -> list[tuple]:
-    speeds = document["tokens_per_s_by_batch_and_context"]
-    return [(rows, *(_speed(by[c]) for c in contexts)) for rows, by in speeds.items()]
 
 
 def _speed(tokens_per_s: float) -> str:
     return f"{tokens_per_s:,.0f}" if tokens_per_s >= 10 else f"{tokens_per_s:.2g}"
 
 
-def _batch_rows(document: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple]]:
-    largest = document["largest_batch_by_context"]
-    return ("context", *largest), [("rows", *largest.values())]
-
-
 def _gigabytes(count: float) -> str:
     return f"{count / 1e9:.3f} GB"
-
-
-def _table(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
-    """Returns columns as wide as they must be, the first to the left."""
-    lines = [list(map(str, row)) for row in ([head] if any(head) else [])]
-    lines += [list(map(str, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    shown = [
-        "  ".join(
-            cell.ljust(width) if index == 0 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths))
-        ).rstrip()
-        for line in lines
-    ]
-    return "\n".join(shown)

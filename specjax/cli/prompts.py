@@ -64,7 +64,7 @@ def collect(
     if is_chat:
         entries = [_as_chat(entry) for entry in entries]
     if chat_arguments:
-        if not any(isinstance(entry.prompt, Chat) or _is_chat(entry.prompt) for entry in entries):
+        if all(messages_of(entry.prompt) is None for entry in entries):
             raise ValueError(
                 "--chat-arguments are of a chat template, and no prompt is a chat; add --chat, or "
                 'write "messages" in a line of --prompts.'
@@ -177,12 +177,11 @@ def _chat_arguments(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_arguments(entry: PromptEntry, arguments: Mapping[str, Any]) -> PromptEntry:
-    prompt: Any = entry.prompt
-    if not isinstance(prompt, Chat):
-        if not _is_chat(prompt):
-            return entry
-        prompt = Chat(prompt)
-    return entry._replace(prompt=_chat(prompt.messages, {**arguments, **prompt.arguments}))
+    messages = messages_of(entry.prompt)
+    if messages is None:
+        return entry
+    own = entry.prompt.arguments if isinstance(entry.prompt, Chat) else {}
+    return entry._replace(prompt=_chat(messages, {**arguments, **own}))
 
 
 def _chat(messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> Chat:
@@ -193,6 +192,13 @@ def _chat(messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -
                 'in "messages" of a line of --prompts.'
             )
     return Chat(messages, **arguments)
+
+
+def messages_of(prompt: Any) -> Any:
+    """Returns the messages of a chat; None of a text or of token ids."""
+    if isinstance(prompt, Chat):
+        return prompt.messages
+    return prompt if _is_chat(prompt) else None
 
 
 def _is_chat(value: Any) -> bool:

@@ -8,33 +8,21 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from specjax.cli.parser import checked, whole_numbers
 from specjax.config.keywords import advice
 from specjax.config.sampling import OF_MODEL, SamplingParams
 
 DEFAULTS = SamplingParams()
 
 
-def token_ids(text: str) -> list[int]:
-    """Parses "1,2,3"."""
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of token ids; expected whole numbers, as in 1,2,3"
-        ) from None
+def _bias_entry(text: str) -> tuple[int, float]:
+    token_id, value = text.split("=")
+    return int(token_id), float(value)
 
 
-def bias_entry(text: str) -> tuple[int, float]:
-    """Parses "ID=VALUE"."""
-    token_id, separator, value = text.partition("=")
-    try:
-        if not separator:
-            raise ValueError
-        return int(token_id), float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no logit bias; expected ID=VALUE, as in 42=-1.5"
-        ) from None
+bias_entry = checked(
+    _bias_entry, lambda entry: True, "is no logit bias; expected ID=VALUE, as in 42=-1.5"
+)
 
 
 class Option(typing.NamedTuple):
@@ -56,11 +44,11 @@ OPTIONS = (
     Option("presence_penalty", "subtracted once for tokens generated", "X", float),
     Option("frequency_penalty", "subtracted per time generated", "X", float),
     Option("logit_bias", "added to a token's logit", "ID=VALUE", bias_entry, True),
-    Option("bad_token_ids", "never generate these", "IDS", token_ids),
-    Option("allowed_token_ids", "generate only these", "IDS", token_ids),
+    Option("bad_token_ids", "never generate these", "IDS", whole_numbers),
+    Option("allowed_token_ids", "generate only these", "IDS", whole_numbers),
     Option("min_tokens", "nothing stops it before this many", "N", int),
     Option("max_tokens", "most tokens to generate", "N", int),
-    Option("stop_token_ids", "stop after one of these", "IDS", token_ids),
+    Option("stop_token_ids", "stop after one of these", "IDS", whole_numbers),
     Option("stop", "stop before this text", "TEXT", str, True),
     Option("seed", "the same seed gives the same text", "SEED", int),
     Option("n", "samples per prompt", "N", int),

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from specjax.cli.prompts import messages_of
 from specjax.runtime.seconds import every_second
 
 if TYPE_CHECKING:
-    from specjax.api.generation import GenerationStats
+    from specjax.api.generation import Chunk, Completion, GenerationStats
     from specjax.engine.request import TextPiece, TokenLogProbs
 
 DIM, DRAFT, BOLD, RESET = "\x1b[2m", "\x1b[32m", "\x1b[1m", "\x1b[0m"
@@ -35,24 +36,34 @@ def use_color(choice: str, stream: TextIO, environment: Mapping[str, str]) -> bo
 class TextWriter:
     """Writes prompts and generated text to a stream."""
 
-    def __init__(self, stream: TextIO, *, has_color: bool):
+    def __init__(self, stream: TextIO, *, has_color: bool, tokenizer: Any = None):
+        self._tokenizer = tokenizer  # None: of a model without text
         self._stream = stream
         self._has_color = has_color
         self._is_terminal = stream.isatty()
         self._at_line_start = True
 
-    @property
-    def shows_prompts(self) -> bool:
-        """Whether prompts are written before their text: on a terminal, or with colour."""
-        return self._is_terminal or self._has_color
-
-    def prompt(self, text: str) -> None:
-        self._write(text, DIM)
+    def prompt(self, prompt: Any) -> None:
+        """Writes a prompt before its text, on a terminal or with colour; of a chat its end."""
+        if not (self._is_terminal or self._has_color):
+            return
+        if messages_of(prompt) is not None:
+            prompt = f"{first_line(prompt)}\n"
+        elif not isinstance(prompt, str):
+            prompt = "".join(f"{token_id} " for token_id in prompt)
+        self._write(prompt, DIM)
 
     def header(self, text: str) -> None:
         """Writes a header line."""
         self.end()
         self._write(f"=== {text} ===\n", BOLD)
+
+    def output(self, part: Chunk | Completion) -> None:
+        """Writes the text of a part, or its token ids where there is none."""
+        if self._tokenizer is None:
+            self.token_ids(part.token_ids)
+        else:
+            self.pieces(part.pieces)
 
     def pieces(self, pieces: Iterable[TextPiece]) -> None:
         """Writes text, with accepted draft tokens in another colour."""
@@ -65,12 +76,8 @@ class TextWriter:
         self._write("".join(f"{token_id} " for token_id in token_ids), "")
         self._stream.flush()
 
-    def logprobs(self, logprobs: Sequence[TokenLogProbs], name: Callable[[int], str]) -> None:
-        """Writes a line per token: its log-probabilities, and the most likely tokens'.
-
-        Args:
-          name: from a token id to what is shown for it, on one line.
-        """
+    def logprobs(self, logprobs: Sequence[TokenLogProbs]) -> None:
+        """Writes a line per token: its log-probabilities, and the most likely tokens'."""
         if not logprobs:
             return
         self.end()
@@ -83,12 +90,20 @@ class TextWriter:
         for one in logprobs:
             line = f"{one.processed:9.4f} {one.raw:9.4f}"
             line += "" if one.entropy is None else f" {one.entropy:9.4f}"
-            line += f": {name(one.token_id)}"
+            line += f": {self._name(one.token_id)}"
             if one.top_processed:
-                top = (f"{name(i)} {value:.4f}" for i, value in one.top_processed)
+                top = (f"{self._name(i)} {value:.4f}" for i, value in one.top_processed)
                 line += "; " + ", ".join(top)
             self._write(line + "\n", "")
         self._stream.flush()
+
+    def _name(self, token_id: int) -> str:
+        """Returns a token as its id, and its text if there is a tokenizer."""
+        if self._tokenizer is None:
+            return str(token_id)
+        text = lambda *ids: self._tokenizer.decode(ids, skip_special_tokens=False)
+        # After itself a token keeps the space that some tokenizers take from the first one.
+        return f"{token_id} {text(token_id, token_id)[len(text(token_id)) :]!r}"
 
     def end(self) -> None:
         """Ends the line that is under way."""
@@ -107,7 +122,10 @@ class TextWriter:
 
 
 class Status:
-    """One line on stderr that says what is going on, and since when, where stderr is a terminal."""
+    """One line on stderr that says what is going on, and since when, where stderr is a terminal.
+
+    It is gone after a `with` block.
+    """
 
     def __init__(self, stream: TextIO | None = None):
         self._stream = stream or sys.stderr
@@ -144,6 +162,12 @@ class Status:
         """Clears the line for good: text follows."""
         self.clear()
         self._is_over = True
+
+    def __enter__(self) -> Status:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.clear()
 
 
 def legend() -> str:
@@ -192,11 +216,10 @@ def _seconds(value: float) -> str:
 
 def first_line(prompt: Any, limit: int = 60) -> str:
     """Returns a prompt's first words, for a header."""
-    prompt = getattr(prompt, "messages", prompt)
     if isinstance(prompt, str):
         text = prompt
-    elif prompt and isinstance(prompt[0], dict):
-        text = str(prompt[-1].get("content", ""))
+    elif (messages := messages_of(prompt)) is not None:
+        text = str(messages[-1].get("content", ""))
     else:
         text = " ".join(map(str, prompt[:limit]))
     text = " ".join(text.split())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from specjax.cli.parser import at_least, layer_ids
+from specjax.cli.parser import add_aux_layer_ids, at_least
 from specjax.config.names import OptimizerName, TrainedKind
 
 KINDS = get_args(TrainedKind)
@@ -87,11 +88,8 @@ def _add_own_text(parser: argparse.ArgumentParser) -> None:
 
 def _add_head(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafter")
-    group.add_argument(
-        "--aux-layer-ids",
-        type=layer_ids,
-        metavar="IDS",
-        help="layers of the target whose inputs it reads (eagle3, p-eagle, dflash, dspark)",
+    add_aux_layer_ids(
+        group, "layers of the target whose inputs it reads (eagle3, p-eagle, dflash, dspark)"
     )
     group.add_argument(
         "--draft-vocab-size",
@@ -307,18 +305,9 @@ def _config(arguments: argparse.Namespace) -> Any:
         raise ValueError(
             f"--objective {' '.join(arguments.objective)}: expected some of {names}."
         ) from error
-    names = (
-        "depth",
-        "rows",
-        "steps",
-        "eval_every",
-        "checkpoint_every",
-        "patience",
-        "optimizer",
-        "learning_rate",
-        "seed",
-    )
-    return TrainingConfig(objective=objective, **{name: getattr(arguments, name) for name in names})
+    names = {field.name for field in dataclasses.fields(TrainingConfig)} - {"objective"}
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    return TrainingConfig(objective=objective, **given)
 
 
 def _pairs(option: str, given: Sequence[str]) -> dict[str, Any]:

@@ -183,11 +183,7 @@ def check(words: list[str]) -> None:
 
 def parse(arguments: list[str]) -> None:
     """Reads the arguments of `specjax`; exits where they are wrong."""
-    if arguments and arguments[0] == "bench":
-        from specjax.cli.bench import command
-
-        command._parser().parse_args(arguments[1:])
-    elif arguments not in (["--version"], ["--help"]):
+    if arguments not in (["--version"], ["--help"]):
         assert "run" in command_line.build_parser().parse_args(arguments), arguments
 
 

@@ -55,9 +55,9 @@ def test_it_attends_to_its_tree(quick):
 def test_pages_are_no_constants_of_what_is_timed(quick, monkeypatch):
     texts = []
 
-    def timed(program, count, start):
+    def timed(program, count):
         if program.keywords["held"] is not None:
-            lowered = program.func.lower(jnp.int32(count), start, **program.keywords)
+            lowered = program.func.lower(jnp.int32(count), **program.keywords)
             texts.append(lowered.as_text())
         return 1.0
 

@@ -6,9 +6,9 @@ import json
 import math
 import platform
 import random
-import statistics
 import time
 from collections.abc import Callable, Mapping
+from statistics import median as median
 from typing import Any
 
 import jax
@@ -51,14 +51,9 @@ def interleaved(
     return seconds
 
 
-def median(seconds: list[float]) -> float:
-    """Returns the median."""
-    return statistics.median(seconds)
-
-
 def ratio(numerator: list[float], denominator: list[float]) -> float:
     """Returns the median of the ratios round by round."""
-    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+    return median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
 def ratio_interval(
@@ -76,7 +71,7 @@ def ratio_interval(
         outside += 1
         tail += math.comb(count, outside) * 0.5**count
     first = max(outside - 1, 0)
-    return statistics.median(ratios), ratios[first], ratios[count - 1 - first]
+    return median(ratios), ratios[first], ratios[count - 1 - first]
 
 
 def read_bandwidth(num_bytes: int = 2**30) -> Callable[[], Any]:

@@ -14,19 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.cli.bench import bare, embedded, measuring
-from specjax.cli.bench.fixed_batch import begin, plan_for_all
+from specjax.cli.bench.calibrate import StepTimer
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.configs.models import SHAPES
+from specjax.decode.bucket import Bucket
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
 from specjax.decode.state import DecodeState
 from specjax.drafters.base import Draft, Drafter, DrafterContext, DrafterSpec
 from specjax.drafters.spec import NoDrafter
-from specjax.engine.request import Request
 from specjax.models import llama
-from specjax.sampling import row_values
 from specjax.types import DecoderParams, Proposal
 
 BURST_STEPS = 32
@@ -55,7 +54,7 @@ class WrongDrafter(DrafterSpec):
 
 
 class Decoding:
-    """Rows of random prompts that decode greedily, BURST_STEPS steps per call."""
+    """Rows that decode greedily, BURST_STEPS steps per call, each from the same place."""
 
     def __init__(
         self,
@@ -75,63 +74,37 @@ class Decoding:
             pages_per_row=pages_per_row,
             burst_steps=BURST_STEPS,
         )
-        self.depth = num_speculative_tokens
         config = DecoderConfig(
             target=SHAPES["bench_60m"],
             drafter=drafter or NoDrafter(),
             sizes=sizes,
             engine=EngineConfig(),
         )
-        self.decoder = Decoder(config)
-        self.params = DecoderParams(params)
-        self.state = self._prefilled(rows, context)
-        self._lengths = np.array(self.state.cache.lengths)
-        self.num_committed = 0
+        sampling = SamplingParams(temperature=0, max_tokens=sizes.max_length, ignore_eos=True)
+        self._timer = StepTimer(
+            Decoder(config), DecoderParams(params), sampling, rule=0, num_steps=BURST_STEPS
+        )
+        self._bucket, self._context = Bucket(rows, num_speculative_tokens), context
 
     def __call__(self) -> Any:
-        """Runs one burst from the same place as every other call."""
-        plan = plan_for_all(self.decoder, BURST_STEPS)
-        cache = dataclasses.replace(self.state.cache, lengths=jnp.array(self._lengths))
-        state = dataclasses.replace(
-            self.state, cache=cache, drafter_lengths=jnp.array(self._lengths)
-        )
-        self.state, report, num_steps = self.decoder.burst(
-            self.params, state, plan, num_speculative_tokens=self.depth
-        )
-        self.num_committed = int(np.asarray(report.num_committed).sum())
-        assert int(num_steps) == BURST_STEPS
-        return self.state.cache.lengths
+        """Runs one burst."""
+        return self._timer.run(self._bucket, self._context)
+
+    @property
+    def state(self) -> DecodeState:
+        """The state that each call begins with."""
+        return self._timer.at(self._context)
+
+    @property
+    def num_committed(self) -> int:
+        """Returns the tokens of the last call."""
+        return int(np.asarray(self._timer.reports[self._bucket].num_committed).sum())
 
     @property
     def temp_bytes(self) -> int:
         """Returns the bytes that XLA reports for the burst besides arguments and results."""
-        return self.decoder.compiled_burst(self.depth).memory_analysis().temp_size_in_bytes
-
-    def _prefilled(self, rows: int, context: int) -> DecodeState:
-        rng = np.random.default_rng(0)
-        sampling = SamplingParams(temperature=0, max_tokens=self.decoder.sizes.max_length - context)
-        values = row_values(
-            sampling,
-            prompt_length=context,
-            eos_token_ids=(),
-            seed=0,
-            engine_config=EngineConfig(),
-        )
-        requests = [
-            Request(
-                prompt_index=row,
-                sample_index=0,
-                prompt_token_ids=rng.integers(0, 32000, context).tolist(),
-                params=sampling,
-                seed=0,
-                draft_cap=self.depth,
-                rule=0,
-                max_length=self.decoder.sizes.max_length,
-                sampling_values=values,
-            )
-            for row in range(rows)
-        ]
-        return begin(self.decoder, self.params, requests)
+        burst = self._timer.decoder.compiled_burst(self._bucket.num_speculative_tokens)
+        return burst.memory_analysis().temp_size_in_bytes
 
 
 def run(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from specjax.models.base import Model, ModelConfig, Params
+from specjax.models.families import family_of
 
 # Per layer of a model of hidden size d: 4 d**2 of attention, and 3 * 2.75 d**2.
 MLP_FACTOR = 2.75
@@ -90,53 +93,26 @@ def _wider(config: ModelConfig, num_parameters: float) -> ModelConfig:
 
 
 def _padded(params: Params, config: ModelConfig, wide: ModelConfig) -> Params:
-    hidden, heads, mlp = wide.hidden_size, wide.num_heads, wide.intermediate_size
-    queries = heads * wide.head_dim
-    keys = wide.num_kv_heads * wide.head_dim
-    shapes = {
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-        "gate_proj": (mlp, hidden),
-        "up_proj": (mlp, hidden),
-        "down_proj": (hidden, mlp),
-        "o_proj_bias": (hidden,),
-        "gate_proj_bias": (mlp,),
-        "up_proj_bias": (mlp,),
-        "down_proj_bias": (hidden,),
+    shrink = (config.hidden_size / wide.hidden_size) ** 0.5
+    first = params["layers"][0]
+    # Its norms pass on what is multiplied by zeros.
+    nothing = {
+        name: weight if name.endswith("norm") else jnp.zeros_like(weight)
+        for name, weight in first.items()
     }
-    shrink = (config.hidden_size / hidden) ** 0.5
-
-    def norm(weight: Array) -> Array:
-        return _pad(weight * jnp.asarray(shrink, weight.dtype), (hidden,))
-
-    def layer(weights: dict[str, Array]) -> dict[str, Array]:
-        return {
-            name: norm(weight) if name.endswith("norm") else _pad(weight, shapes[name])
-            for name, weight in weights.items()
-        }
-
-    def nothing(like: dict[str, Array]) -> dict[str, Array]:
-        return {
-            # A norm of ones: what it passes on is multiplied by zeros.
-            name: jnp.ones_like(weight) if name.endswith("norm") else jnp.zeros_like(weight)
-            for name, weight in like.items()
-        }
-
-    layers = [layer(weights) for weights in params["layers"]]
     more = wide.num_layers - config.num_layers
-    padded: dict[str, Any] = {
-        "embed_tokens": _pad(params["embed_tokens"], (config.vocab_size, hidden)),
-        "layers": (*layers, *[nothing(layers[0]) for _ in range(more)]),
-        "norm": norm(params["norm"]),
-    }
-    if "lm_head" in params:
-        padded["lm_head"] = _pad(params["lm_head"], (config.vocab_size, hidden))
-    return padded
+    params = {**params, "layers": (*params["layers"], *[nothing] * more)}
+
+    def widened(path: Sequence[Any], weight: Array, like: jax.ShapeDtypeStruct) -> Array:
+        if path[-1].key.endswith("norm"):
+            weight = weight * jnp.asarray(shrink, weight.dtype)
+        return pad(weight, like.shape)
+
+    shapes = jax.eval_shape(lambda: family_of(wide).init(jax.random.key(0), wide))
+    return jax.tree_util.tree_map_with_path(widened, params, shapes)
 
 
-def _pad(weight: Array, shape: tuple[int, ...]) -> Array:
+def pad(weight: Array, shape: Sequence[int]) -> Array:
     """Returns the weight with zeros after it, in every axis."""
     missing = [(0, new - old) for old, new in zip(weight.shape, shape, strict=True)]
     return jnp.pad(weight, missing)

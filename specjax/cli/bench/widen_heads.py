@@ -12,21 +12,19 @@ target's, and have as many heads and as wide an MLP. All that is added is zeros.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specjax.cli.bench.widen import pad
+from specjax.heads.equations import dflash, eagle3
 from specjax.heads.equations.dflash import DFlashConfig
 from specjax.heads.equations.eagle3 import Eagle3Config
 from specjax.heads.loading import LoadedDrafter
 from specjax.heads.specs import DFlashDrafter, EagleDrafter
 from specjax.models.base import ModelConfig, Params
-
-# What an axis is made of: sizes of its pieces, each of which is padded at its end.
-Pieces = tuple[int, ...]
 
 
 def widen_head(drafter: LoadedDrafter, target: ModelConfig, wide: ModelConfig) -> LoadedDrafter:
@@ -53,7 +51,7 @@ def widen_head(drafter: LoadedDrafter, target: ModelConfig, wide: ModelConfig) -
             "before fc, biases, or another width than the target's."
         )
     own = _wide_config(config, target, wide)
-    params = _padded(drafter.params, _shapes(config), _shapes(own), config, own)
+    params = _padded(drafter.params, config, own)
     return dataclasses.replace(drafter, spec=dataclasses.replace(spec, config=own), params=params)
 
 
@@ -84,83 +82,41 @@ def _wide_config(config: Any, target: ModelConfig, wide: ModelConfig) -> Any:
     )
 
 
-def _shapes(config: Any) -> dict[str, tuple[Pieces, ...]]:
-    """Returns the axes of each weight by its name, those of a layer after "layers."."""
-    own = config.layers
-    d, mlp, taps = own.hidden_size, own.intermediate_size, len(config.aux_layers)
-    queries, keys = own.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
-    layer = {
-        "q_proj": ((queries,), (d,)),
-        "k_proj": ((keys,), (d,)),
-        "v_proj": ((keys,), (d,)),
-        "o_proj": ((d,), (queries,)),
-        "gate_proj": ((mlp,), (d,)),
-        "up_proj": ((mlp,), (d,)),
-        "down_proj": ((d,), (mlp,)),
-        **dict.fromkeys(("input_norm", "post_attention_norm", "hidden_norm"), ((d,),)),
-        **dict.fromkeys(("q_norm", "k_norm"), ((own.head_dim,),)),
-    }
-    shapes = {f"layers.{name}": axes for name, axes in layer.items()}
-    shapes["fc"] = ((d,), (config.target_hidden_size,) * taps)
-    shapes |= dict.fromkeys(("norm", "hidden_norm"), ((d,),))
-    shapes["fc_norms"] = ((config.target_hidden_size,),)
-    shapes["mask_hidden"] = ((config.target_hidden_size,) * taps,)
-    shapes["lm_head"] = ((own.vocab_size,), (d,))
-    shapes["embed_tokens"] = ((config.target_vocab_size,), (d,))
-    if isinstance(config, Eagle3Config):
-        first = {name: (layer[name][0], (d, d)) for name in ("q_proj", "k_proj", "v_proj")}
-        return shapes | {f"first.{name}": axes for name, axes in first.items()}
-    rank = config.markov_rank
-    shapes["gate_proj"] = ((rank,), (d, rank))
-    shapes["joint_proj"] = ((rank, rank, rank), (rank, rank, d))
-    shapes["confidence"] = ((1,), (d, rank) if config.confidence_reads_token else (d,))
-    return shapes
-
-
-def _padded(
-    params: Params,
-    old: dict[str, tuple[Pieces, ...]],
-    new: dict[str, tuple[Pieces, ...]],
-    config: Any,
-    own: Any,
-) -> Params:
+def _padded(params: Params, config: Any, own: Any) -> Params:
     shrink = (config.hidden_size / own.hidden_size) ** 0.5
+    module = eagle3 if isinstance(config, Eagle3Config) else dflash
+    shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), own))
+    wide = dict(jax.tree_util.tree_leaves_with_path(shapes))
+    pieces, wide_pieces = _pieces(config), _pieces(own)
 
-    def pad(names: Sequence[str], leaf: Array) -> Array:
-        name = next((each for each in names if each in old), None)
-        if name is None:
-            return leaf  # as a table of ranks, which has no axis of the target's width
-        out = leaf
-        for axis, (before, after) in enumerate(zip(old[name], new[name], strict=True)):
-            out = _pad_pieces(out, axis, before, after)
+    def widened(path: tuple[Any, ...], leaf: Array) -> Array:
+        if path not in wide:
+            return leaf
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        before, after = (each.get(name, ()) for each in (pieces, wide_pieces))
+        ends = [sum(before[: place + 1]) for place in range(len(before) - 1)]
+        parts = jnp.split(leaf, ends, axis=-1)
+        *others, last = wide[path].shape
+        out = jnp.concatenate(
+            [
+                pad(part, (*others, size))
+                for part, size in zip(parts, after or (last,), strict=True)
+            ],
+            axis=-1,
+        )
         is_norm = "norm" in name and not name.endswith(("q_norm", "k_norm"))
         return out * jnp.asarray(shrink, out.dtype) if is_norm else out
 
-    def of_layer(index: int) -> Callable[[str, Array], Array]:
-        first = ["first."] if index == 0 else []
-        return lambda name, leaf: pad([f"{p}{name}" for p in [*first, "layers."]], leaf)
-
-    padded: Params = {}
-    for name, leaf in params.items():
-        if name == "layers":
-            padded[name] = tuple(
-                {key: of_layer(index)(key, each) for key, each in layer.items()}
-                for index, layer in enumerate(leaf)
-            )
-        else:
-            padded[name] = jax.tree.map(lambda each, name=name: pad([name], each), leaf)
-    return padded
+    return jax.tree_util.tree_map_with_path(widened, params)
 
 
-def _pad_pieces(x: Array, axis: int, old: Pieces, new: Pieces) -> Array:
-    """Returns x with zeros after each piece of an axis."""
-    if old == new:
-        return x
-    ends = [sum(old[: i + 1]) for i in range(len(old) - 1)]
-    pieces = jnp.split(x, ends, axis=axis)
-    widths = [[(0, 0)] * x.ndim for _ in pieces]
-    for width, before, after in zip(widths, old, new, strict=True):
-        width[axis] = (0, after - before)
-    return jnp.concatenate(
-        [jnp.pad(piece, width) for piece, width in zip(pieces, widths, strict=True)], axis=axis
-    )
+def _pieces(config: Any) -> dict[str, tuple[int, ...]]:
+    """Returns of each weight that reads several vectors at once the size of each, by its name."""
+    d, captured = config.hidden_size, (config.target_hidden_size,) * len(config.aux_layers)
+    pieces = {"fc": captured, "mask_hidden": captured}
+    if isinstance(config, Eagle3Config):
+        names = "q_proj", "k_proj", "v_proj"
+        return pieces | {f"layers.0.{name}": (d, d) for name in names}
+    rank = config.markov_rank
+    pieces |= {"gate_proj": (d, rank), "joint_proj": (rank, rank, d)}
+    return pieces | ({"confidence": (d, rank)} if config.confidence_reads_token else {})

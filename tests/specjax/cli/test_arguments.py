@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from specjax import SamplingParams, demo
-from specjax.cli import generate_command, prompts, sampling_arguments, terminal
+from specjax.cli import (
+    engine_arguments,
+    generate_command,
+    prompts,
+    sampling_arguments,
+    terminal,
+)
 from specjax.cli.main import build_parser, main
 from specjax.config import keywords
 from specjax.models.hf_config import SAMPLING_KEYS
@@ -39,7 +45,7 @@ def test_every_sampling_parameter_has_an_option():
     SamplingParams(**given).validate(vocab_size=10)
     assert given["logit_bias"] == {4: -1.5, 5: 2.0}
     assert given["stop"] == ["one", "two"]
-    assert given["allowed_token_ids"] == [3, 4, 5]
+    assert given["allowed_token_ids"] == (3, 4, 5)
     assert given["include_stop_str_in_output"]
     assert not given["skip_special_tokens"]
     assert not given["spaces_between_special_tokens"]
@@ -137,7 +143,7 @@ def test_plain_decoding_of_all_prompts_or_of_one(tmp_path):
 
 
 def test_engine_options():
-    engine = generate_command.engine_config(parse("x", "--page-size", "8"))
+    engine = engine_arguments.config_of(parse("x", "--page-size", "8"), ("page_size",))
     assert (engine.page_size, engine.max_rows) == (8, 32)
 
 
@@ -147,7 +153,7 @@ def test_engine_options():
         ([], "there is no prompt"),
         (["x", "--top-k", "many"], "--top-k"),
         (["x", "--logit-bias", "5"], "expected ID=VALUE"),
-        (["x", "--bad-token-ids", "1,b"], "expected whole numbers"),
+        (["x", "--bad-token-ids", "1,b"], "must be whole numbers"),
         (["x", "--num-speculative-tokens", "-1"], "num_speculative_tokens"),
         (["x", "--page-size", "0"], "page_size"),
         (["x", "--speculative-config", "{"], "no JSON"),

@@ -281,22 +281,6 @@ def test_terminal_without_utf8(monkeypatch):
     assert raw.getvalue() == b"\\xb7\n"
 
 
-def test_missing_command_says_so(monkeypatch, capsys):
-    monkeypatch.setitem(cli.DELEGATED, "bench", ("specjax.no_such_module", ""))
-    assert main(["bench", "--quick"]) == 2
-    assert "no 'bench' command" in capsys.readouterr().err
-
-
-def test_delegated_command_gets_its_arguments(monkeypatch):
-    seen = []
-    fake = type(sys)("fake_bench")
-    fake.main = lambda argv: seen.extend(argv)
-    monkeypatch.setitem(sys.modules, "fake_bench", fake)
-    monkeypatch.setitem(cli.DELEGATED, "bench", ("fake_bench", ""))
-    assert main(["bench", "--quick", "--json"]) == 0
-    assert seen == ["--quick", "--json"]
-
-
 @pytest.mark.full
 def test_a_mesh_does_not_change_the_text(run):
     _, plain, _ = run("w5 w6", "--json")

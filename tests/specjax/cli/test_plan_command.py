@@ -233,27 +233,15 @@ def test_a_plan_without_a_drafter_has_no_word_of_drafts(capsys):
 
 
 def test_a_terminal_shows_which_step_compiles(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    seconds, ended = [], []
+    def make_plan(request, on_progress):
+        on_progress("compiling a prefill", 1, 3)
+        raise ValueError("not planned")
 
-    def every_second(tell):
-        seconds.append(tell)
-        return lambda: ended.append(tell)
-
-    monkeypatch.setattr(plan_command, "every_second", every_second)
-    show = plan_command._Progress()
-    show("compiling a prefill", 1, 3)
-    seconds[0](12.0)
-    show("compiled", 3, 3)
-    assert ended == seconds
-    shown = capsys.readouterr()
-    assert "compiling a prefill (2 of 3, 0 s so far)" in shown.err
-    assert "compiling a prefill (2 of 3, 12 s so far)" in shown.err
-    assert shown.err.endswith("compiled (3 of 3, 0 s so far)\n")
-    assert not shown.out
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
-    plan_command._Progress()("compiling a prefill", 1, 3)
-    assert not capsys.readouterr().err
+    monkeypatch.setattr(plans, "make_plan", make_plan)
+    for is_terminal in (True, False):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_it=is_terminal: is_it, raising=False)
+        assert main(["plan", "demo"]) == 2
+        assert ("compiling a prefill: 1 of 3 ..." in capsys.readouterr().err) == is_terminal
 
 
 def parse(arguments):
@@ -301,13 +289,8 @@ def test_every_word_is_explained_in_one_line_and_on_the_page(capsys):
         (["demo", "--drafter", "ngram", "--aux-layer-ids", "1,2"], "the drafter is 'ngram'"),
         (["demo", "--drafter", "ngram", "--store-features"], "the drafter is 'ngram'"),
         (["demo", "--store-captured"], "--store-captured is for a head over the target"),
-        (["demo", "--row-buckets", "4,x"], "whole numbers with commas"),
         (["demo", "--row-buckets", "128"], "row_buckets"),
         (["demo", "--batch-safety-margin", "100"], "batch_safety_margin"),
-        (["demo", "--memory-bytes", "inf"], "--memory-bytes inf must be a finite"),
-        (["demo", "--memory-bytes", "nan"], "--memory-bytes nan must be a finite"),
-        (["demo", "--memory-bytes=-16e9"], "--memory-bytes -1.6e+10 must be"),
-        (["demo", "--logit-bytes", "inf"], "--logit-bytes inf must be a finite"),
         (["demo", "--page-size", "0"], "page_size=0 must be"),
         (["demo", "--num-pages", "0"], "num_pages=0 must be"),
         (["demo", "--tensor-parallel", "-1"], "cannot be split over -1 chips"),
@@ -342,6 +325,25 @@ def test_a_picture_that_cannot_be_drawn_is_refused_first(arguments, message, cap
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["plan", "demo", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--row-buckets", "4,x"], "whole numbers with commas"),
+        (["--memory-bytes", "inf"], "--memory-bytes: 'inf' must be a finite"),
+        (["--memory-bytes", "nan"], "--memory-bytes: 'nan' must be a finite"),
+        (["--memory-bytes=-16e9"], "--memory-bytes: '-16e9' must be"),
+        (["--logit-bytes", "inf"], "--logit-bytes: 'inf' must be a finite"),
+    ],
+)
+def test_a_value_that_is_none_is_refused_in_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "demo", *arguments])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def test_row_buckets_by_default():

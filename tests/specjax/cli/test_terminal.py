@@ -62,7 +62,7 @@ def test_accepted_drafts_are_told_apart():
 def test_plain_text_in_a_file():
     stream = io.StringIO()
     writer = terminal.TextWriter(stream, has_color=False)
-    assert not writer.shows_prompts
+    writer.prompt("a")
     writer.pieces([TextPiece("b", True), TextPiece("c\n", False)])
     writer.end()
     assert stream.getvalue() == "bc\n"
@@ -179,7 +179,7 @@ def test_first_line(prompt, expected):
 
 
 def test_json_has_no_numbers_that_json_lacks():
-    assert json_document._finite({"a": (float("-inf"), 1.5)}) == {"a": [None, 1.5]}
+    assert json_document.plain({"a": (float("-inf"), 1.5)}) == {"a": [None, 1.5]}
 
 
 def test_lines_of_json_hold_the_prompt_as_it_was_given():

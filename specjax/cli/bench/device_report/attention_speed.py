@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +25,7 @@ from pallas_kernels.tree_attention import block_sizes, tree_attention
 from pallas_kernels.tree_attention.block_sizes import BlockSizes
 from pallas_kernels.tree_attention.example_inputs import pack_ancestors
 from pallas_kernels.tree_attention.mosaic_tpu import tree_attention_mosaic_tpu
+from specjax.cli.bench import measuring
 from specjax.cli.bench.device_report.peaks import published_peaks
 
 COPIED_BYTES = 256 << 20
@@ -117,30 +116,26 @@ def seconds_of(
     Args:
       contenders: each turns a state into the next, given what is held beside it.
     """
-    programs = {}
+    programs, counts = {}, {}
     for name, call in contenders.items():
 
         def steps(count: jax.Array, state: Any, held: Any, call: Any = call) -> Any:
             return lax.fori_loop(0, count, lambda _, state: call(state, held), state)
 
-        program = functools.partial(jax.jit(steps), held=held)
+        program = functools.partial(jax.jit(steps), state=start, held=held)
         count = 1
-        while (took := _timed(program, count, start)) < LEAST_S and count < 1 << 16:
+        while (took := _timed(program, count)) < LEAST_S and count < 1 << 16:
             count = max(2 * count, int(count * LEAST_S / max(took, 1e-6)))
-        programs[name] = program, count
-    rounds: dict[Any, list[float]] = {name: [] for name in programs}
-    for _ in range(ROUNDS):
-        for name, (program, count) in programs.items():
-            rounds[name].append(_timed(program, count, start) / count)
-    return {name: statistics.median(each) for name, each in rounds.items()}
+        counts[name] = count
+        programs[name] = functools.partial(program, jnp.int32(count))
+    seconds = measuring.interleaved(programs, ROUNDS)
+    return {name: measuring.median(each) / counts[name] for name, each in seconds.items()}
 
 
-def _timed(program: Callable, count: int, start: Any) -> float:
-    count = jnp.int32(count)
-    jax.block_until_ready(program(count, start))
-    begin = time.perf_counter()
-    jax.block_until_ready(program(count, start))
-    return time.perf_counter() - begin
+def _timed(program: Callable, count: int) -> float:
+    """Returns seconds of a run, after one that compiles."""
+    run = functools.partial(program, jnp.int32(count))
+    return measuring.interleaved({"run": run}, 1)["run"][0]
 
 
 def copy_bytes_per_s(num_bytes: int | None = None) -> float:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from specjax.cli.bench.device_report.peaks import Peaks, measured_peaks, published_peaks
-from specjax.cli.bench.device_report.random_models import RandomModels
 from specjax.cli.bench.device_report.sizes import ReportSize
+from specjax.cli.table import Row
 
+if TYPE_CHECKING:
+    from specjax.cli.bench.device_report.random_models import RandomModels
+
+Results: TypeAlias = Mapping[str, Mapping[str, Any]]  # by the case's name
 SPEED = "device: speed"  # the case of the first stage, which others are compared with
 
 
@@ -35,8 +39,8 @@ class Context:
     size: ReportSize
     out: Path
     device: Any
+    models: RandomModels
     result: Callable[[str], dict[str, Any] | None]
-    models: RandomModels = dataclasses.field(default_factory=RandomModels)
 
     @property
     def is_cpu(self) -> bool:
@@ -82,13 +86,26 @@ class Case(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Cases that belong together.
+    """Cases that belong together, and the section of the page that shows what they found.
 
     Attributes:
       share: of the time of the whole report. A stage may use what earlier ones left.
       cases: makes the cases for a size and a platform, "cpu", "gpu" or "tpu".
+      table: makes the rows of its table from results by the name of their case.
+      note: a paragraph before the table.
     """
 
     name: str
     share: float
     cases: Callable[[ReportSize, str], Sequence[Case]]
+    title: str
+    table: Callable[[Results], list[Row]]
+    note: str = ""
+
+    def by_key(self, size: ReportSize, platform: str) -> dict[str, Case]:
+        """Returns its cases by their names in the document."""
+        return {f"{self.name}: {case.name}": case for case in self.cases(size, platform)}
+
+    def has(self, key: str) -> bool:
+        """Returns whether a case is its own."""
+        return key.startswith(f"{self.name}: ")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import math
 import os
 import platform
 import subprocess
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 import specjax
 from specjax.runtime import kept_files
@@ -234,16 +232,3 @@ def way_of(outcome: Mapping[str, Any]) -> str:
 def disagrees(outcome: Mapping[str, Any]) -> bool:
     """Returns whether a case found something else than the definition of an op."""
     return outcome.get("result", {}).get("agrees") is False
-
-
-def plain(value: Any) -> Any:
-    """Returns a value as JSON has it: numbers that are not finite become None."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    if isinstance(value, np.ndarray | np.generic | jax.Array):
-        return plain(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

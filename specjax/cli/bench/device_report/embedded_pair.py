@@ -7,8 +7,9 @@ from typing import Any
 
 import specjax
 from specjax.cli.bench import embedded, measuring
-from specjax.cli.bench.device_report.cases import Case, Context
+from specjax.cli.bench.device_report.cases import Case, Context, Results, Stage
 from specjax.cli.bench.device_report.sizes import MODES, ReportSize
+from specjax.cli.table import Row, number
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
@@ -101,3 +102,29 @@ def _mean_depth(decisions: Any) -> float | None:
     steps = sum(each.num_steps for each in decisions)
     drafted = sum(each.num_steps * each.num_speculative_tokens for each in decisions)
     return drafted / steps if steps else None
+
+
+def table(results: Results) -> list[Row]:
+    return [
+        {
+            "texts": found["num_prompts"],
+            "mode": mode,
+            "tokens/s": number(each["tokens_per_s"], 4),
+            "against K = 0": number(each["speedup"]),
+            "mean acceptance length": number(each["mean_acceptance_length"]),
+            "mean K": number(each["mean_k"], 2),
+            "texts equal to K = 0": f"{each['texts_as_plain']} of {found['num_prompts']}",
+        }
+        for found in results.values()
+        for mode, each in found["modes"].items()
+    ]
+
+
+STAGE = Stage(
+    "embedded pair",
+    0.15,
+    cases,
+    "The embedded pair",
+    table,
+    "Held-out Python files, continued by the embedded pair of models: real acceptance.",
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,22 +17,20 @@ from pallas_kernels.names import IMPLEMENTATIONS, PLATFORMS
 from pallas_kernels.write_kv import write_kv
 from specjax.api.self_tests import trusted_kernels
 from specjax.cli.bench.device_report.attention_speed import Shape, measure, seconds_of
-from specjax.cli.bench.device_report.cases import Case, Context, LeftOut
+from specjax.cli.bench.device_report.cases import Case, Context, LeftOut, Results, Stage
 from specjax.cli.bench.device_report.sizes import Heads, ReportSize, counted
+from specjax.cli.table import Row, number, percent
 from specjax.config.engine import EngineConfig
 from specjax.models.loading import default_dtype
+from specjax.runtime.amounts import amount
 
 
 def cases(size: ReportSize, platform: str) -> list[Case]:
     found = []
-    shapes = itertools.product(
-        size.heads, size.kernel_contexts, size.kernel_rows, size.kernel_nodes
-    )
-    for heads, tokens, rows, nodes in shapes:
+    for name, shape in shapes(size, size.kernel_contexts).items():
         for implementation in offered("tree_attention", platform):
-            run = functools.partial(time_attention, implementation, heads, rows, tokens, nodes)
-            name = f"tree_attention, {implementation}, {shape_name(heads, rows, tokens, nodes)}"
-            found.append(Case(name, run))
+            run = functools.partial(time_attention, implementation, shape)
+            found.append(Case(f"tree_attention, {implementation}, {name}", run))
     for heads, rows in itertools.product(size.heads, size.kernel_rows):
         for implementation in offered("write_kv", platform):
             run = functools.partial(time_writing, implementation, heads, rows)
@@ -41,28 +40,29 @@ def cases(size: ReportSize, platform: str) -> list[Case]:
     return found
 
 
+def shapes(size: ReportSize, contexts: Sequence[int]) -> dict[str, Shape]:
+    """Returns the steps whose attention is timed, by name, in the dtype that weights have here."""
+    return {
+        f"{heads.name}, {rows} x {tokens} tokens, nodes per row {nodes}": Shape(
+            rows=rows,
+            context=tokens,
+            nodes=nodes,
+            heads=heads.heads,
+            kv_heads=heads.kv_heads,
+            head_dim=heads.head_dim,
+            page_size=size.page_size,
+            dtype=default_dtype().name,
+        )
+        for heads, tokens, rows, nodes in itertools.product(
+            size.heads, contexts, size.kernel_rows, size.kernel_nodes
+        )
+    }
+
+
 def offered(op: str, platform: str) -> list[str]:
     """Returns the implementations of an op for a platform, the definition left out."""
     names = IMPLEMENTATIONS[op][:-1]
     return [name for name in names if PLATFORMS.get(name, platform) == platform]
-
-
-def shape_name(heads: Heads, rows: int, tokens: int, nodes: int) -> str:
-    return f"{heads.name}, {rows} x {tokens} tokens, nodes per row {nodes}"
-
-
-def shape_of(context: Context, heads: Heads, rows: int, tokens: int, nodes: int) -> Shape:
-    """Returns the shape of a step with the dtype that weights have on the device."""
-    return Shape(
-        rows=rows,
-        context=tokens,
-        nodes=nodes,
-        heads=heads.heads,
-        kv_heads=heads.kv_heads,
-        head_dim=heads.head_dim,
-        page_size=context.size.page_size,
-        dtype=default_dtype().name,
-    )
 
 
 def check_trusted(context: Context, implementation: str) -> None:
@@ -76,12 +76,9 @@ def check_trusted(context: Context, implementation: str) -> None:
         )
 
 
-def time_attention(
-    implementation: str, heads: Heads, rows: int, tokens: int, nodes: int, context: Context
-) -> dict[str, Any]:
+def time_attention(implementation: str, shape: Shape, context: Context) -> dict[str, Any]:
     """Returns seconds of a call, the bytes that it must move, and its share of the peak."""
     check_trusted(context, implementation)
-    shape = shape_of(context, heads, rows, tokens, nodes)
     try:
         result = measure(shape, implementation, context.copy_bytes_per_s)
     except NotImplementedError as error:
@@ -131,3 +128,28 @@ def _figures(
         "of_peak": num_bytes / seconds / peaks.bytes_per_s,
         "peak": peaks.source,
     }
+
+
+def table(results: Results) -> list[Row]:
+    return [
+        {
+            "call": name,
+            "dtype": found["dtype"],
+            "us": number(1e6 * found["seconds"], 4),
+            "moved": amount(found["moved_bytes"]),
+            "GB/s": number(found["bytes_per_s"] / 1e9),
+            "of the memory": percent(found["of_peak"]),
+        }
+        for name, found in results.items()
+    ]
+
+
+STAGE = Stage(
+    "kernel times",
+    0.10,
+    cases,
+    "Times of kernels",
+    table,
+    "Seconds of one call among many in one program; medians. Moved are the bytes that a call "
+    "cannot avoid; above 100 % they lie in a cache.",
+)

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 import specjax
-from specjax.cli.bench.device_report.cases import Case, Context, LeftOut
-from specjax.cli.bench.device_report.random_models import misfit, plan_request
+from specjax.cli.bench.device_report.cases import Case, Context, LeftOut, Results, Stage
+from specjax.cli.bench.device_report.random_models import check_fits, plan_request
 from specjax.cli.bench.device_report.sizes import Pair, ReportSize
+from specjax.cli.table import Row, number
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.planning import device_memory
@@ -22,6 +23,7 @@ from specjax.planning.abstract_decoder import AbstractDecoder
 from specjax.planning.compiled_memory import compile_bucket
 from specjax.planning.plans import make_plan
 from specjax.planning.workspace_fit import MIXED
+from specjax.runtime.amounts import amount
 
 DEVICE, COMPILER = "the device's peak", "XLA's figures of the compiled step"
 NEW_TOKENS = 40
@@ -29,7 +31,7 @@ NEW_TOKENS = 40
 
 def cases(size: ReportSize, platform: str) -> list[Case]:
     del platform
-    return [Case(str(pair), functools.partial(measure, pair)) for pair in size.planned]
+    return [Case(str(pair), functools.partial(measure, pair)) for pair in size.pairs]
 
 
 def measure(pair: Pair, context: Context) -> dict[str, Any]:
@@ -38,12 +40,13 @@ def measure(pair: Pair, context: Context) -> dict[str, Any]:
     rows, depth = max(size.model_batches), max(size.depths)
     most = size.step_context + NEW_TOKENS
     engine = EngineConfig(max_rows=rows, max_context=most)
-    problem = misfit(pair, context.device, engine)
-    if problem is not None:
-        raise LeftOut(problem)
+    check_fits(pair, context.device, engine)
     reports = device_memory.read_memory(context.device).limit_bytes is not None
     see = seen_on_device if reports else seen_by_compiler
-    return {"rows": rows, "max_context": most, "k": depth, **see(pair, context, engine, depth)}
+    found = see(pair, context, engine, depth)
+    planned, seen = found["planned_bytes"], found["seen_bytes"]
+    found["planned_over_seen"] = planned / seen if seen else None
+    return {"rows": rows, "max_context": most, "k": depth, **found}
 
 
 def seen_on_device(
@@ -69,16 +72,13 @@ def seen_on_device(
         memory = running.memory
     if memory is None:
         raise LeftOut("this device reports no memory, so nothing is planned for it.")
-    planned = memory.planned_workspace(memory.num_pages)
-    seen = memory.measured_workspace
     return {
         "seen_by": DEVICE,
         "step": "all steps of an engine",
         "num_pages": memory.num_pages,
-        "planned_bytes": planned,
-        "seen_bytes": seen,
-        "planned_over_seen": planned / seen if seen else None,
+        "planned_bytes": memory.planned_workspace(memory.num_pages),
         # None: an earlier peak of this process is higher, and hides that of the steps.
+        "seen_bytes": memory.measured_workspace,
     }
 
 
@@ -98,18 +98,40 @@ def seen_by_compiler(
     largest = max(steps, key=lambda memory: memory.workspace_bytes)
     config = request.decoder_config(request.target.num_layers, plan.memory.num_pages)
     seen = compile_bucket(AbstractDecoder(config), largest.bucket)
-    planned = largest.workspace_bytes
-    planned += int(plan.memory.copied_per_token * engine_tokens(plan))
+    tokens = plan.memory.num_pages * plan.memory.page_size
     return {
         "seen_by": COMPILER,
         "step": f"{largest.bucket.kind} of {largest.bucket.tokens} tokens",
         "num_pages": plan.memory.num_pages,
-        "planned_bytes": planned,
+        "planned_bytes": largest.workspace_bytes + int(plan.memory.copied_per_token * tokens),
         "seen_bytes": seen.workspace_bytes,
-        "planned_over_seen": planned / seen.workspace_bytes,
     }
 
 
-def engine_tokens(plan: Any) -> int:
-    """Returns the tokens of all pages of a plan."""
-    return plan.memory.num_pages * plan.memory.page_size
+def table(results: Results) -> list[Row]:
+    return [
+        {
+            "models": name,
+            "rows": found["rows"],
+            "context": found["max_context"],
+            "K": found["k"],
+            "step": found["step"],
+            "planned": amount(found["planned_bytes"]),
+            "seen": "hidden by an earlier peak"
+            if found["seen_bytes"] is None
+            else amount(found["seen_bytes"]),
+            "planned / seen": number(found["planned_over_seen"]),
+            "seen by": found["seen_by"],
+        }
+        for name, found in results.items()
+    ]
+
+
+STAGE = Stage(
+    "memory",
+    0.10,
+    cases,
+    "Memory",
+    table,
+    "Bytes of steps beside weights and pages, by the plan and as seen.",
+)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from pallas_kernels.names import IMPLEMENTATIONS
 from specjax.cli.bench.device_report import op_runs
-from specjax.cli.bench.device_report.cases import Case, Context, LeftOut
+from specjax.cli.bench.device_report.cases import Case, Context, LeftOut, Results, Stage
 from specjax.cli.bench.device_report.kernel_times import check_trusted, offered
 from specjax.cli.bench.device_report.sizes import ReportSize
+from specjax.cli.table import Row, number
 
 INTERPRETED = "mosaic_tpu, interpreted"
 
@@ -71,14 +74,49 @@ def difference(
     largest, agrees = 0.0, True
     for one, other in zip(found, expected, strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        agrees &= np.allclose(one, other, rtol=relative, atol=tolerance, equal_nan=True)
         is_equal = (one == other) | (np.isnan(one) & np.isnan(other))
         with np.errstate(invalid="ignore"):
             off = np.where(is_equal, 0.0, np.abs(one - other))
-            allowed = tolerance + relative * np.where(is_equal, 0.0, np.abs(other))
-        agrees &= bool((off <= allowed).all())
-        largest = max(largest, float(off.max(initial=0.0)), key=_not_finite_last)
-    return {"largest_error": largest if np.isfinite(largest) else None, "agrees": agrees}
+        largest = np.maximum(largest, off.max(initial=0.0))  # NaN if one is
+    return {"largest_error": float(largest) if np.isfinite(largest) else None, "agrees": agrees}
 
 
-def _not_finite_last(number: float) -> float:
-    return number if np.isfinite(number) else np.inf
+def table(results: Results) -> list[Row]:
+    """Returns a row for each implementation of an op."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for found in results.values():
+        groups[found["op"], found["implementation"]].append(found)
+    return [
+        {
+            "op": f"`{op}`",
+            "implementation": implementation,
+            "examples that agree": f"{sum(each['agrees'] for each in found)} of {len(found)}",
+            "largest error, and what is allowed": _errors(found),
+        }
+        for (op, implementation), found in groups.items()
+    ]
+
+
+def _errors(results: list[Mapping[str, Any]]) -> str:
+    by_tolerance: dict[str, list[float | None]] = defaultdict(list)
+    for found in results:
+        relative = found["relative_tolerance"]
+        allowed = f"{found['tolerance']:g}" + (f" + {relative:.2g} x" if relative else "")
+        by_tolerance[allowed].append(found["largest_error"])
+    return "; ".join(f"{_largest(errors)}, {by}" for by, errors in by_tolerance.items())
+
+
+def _largest(errors: list[float | None]) -> str:
+    known = [error for error in errors if error is not None]
+    return "not finite" if len(known) < len(errors) else number(max(known), 2)
+
+
+STAGE = Stage(
+    "numerics",
+    0.17,
+    cases,
+    "Numerics of kernels",
+    table,
+    "Each example runs by the implementation and by the definition of the op.",
+)

@@ -47,11 +47,6 @@ class OpRun(NamedTuple):
     tolerance: Callable[[str, str], tuple[float, float]]
 
 
-def _exact(implementation: str, example: str) -> tuple[float, float]:
-    del implementation, example
-    return 0.0, 0.0
-
-
 def _as_numpy(tree: Any) -> Arrays:
     return [np.asarray(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(tree)]
 
@@ -112,17 +107,6 @@ def _paths(implementation: str, name: str) -> tuple[Arrays, Arrays]:
     return run(arguments, implementation), run(trees.widened(arguments), REFERENCE)
 
 
-def _sample(implementation: str, name: str) -> tuple[Arrays, Arrays]:
-    arguments, options = sampling.make_inputs(sampling.EXAMPLES[name])
-
-    def run(by: str) -> Arrays:
-        drawn = jax.jit(functools.partial(seeded_sample, implementation=by))(*arguments, **options)
-        # A token is right or wrong: any difference is above the tolerance.
-        return _as_numpy((drawn.token_ids, drawn.is_invalid, drawn.logprobs))
-
-    return run(implementation), run(REFERENCE)
-
-
 def _simple(
     op: Callable[..., Any], module: Any, implementation: str, name: str
 ) -> tuple[Arrays, Arrays]:
@@ -131,29 +115,26 @@ def _simple(
 
     def run(by: str) -> Arrays:
         found = jax.jit(functools.partial(op, implementation=by, **options))(*arguments)
+        # A token, too, is right or wrong: any difference is above the tolerance.
         return _as_numpy(found)
 
     return run(implementation), run(REFERENCE)
 
 
-def _names_of(examples: Mapping[str, Any]) -> Callable[[str], list[str]]:
-    return lambda implementation: list(examples)
+def _of_module(op: Callable[..., Any], module: Any, tolerance: float = 0.0) -> OpRun:
+    return OpRun(
+        lambda implementation: list(module.EXAMPLES),
+        functools.partial(_simple, op, module),
+        lambda implementation, example: (tolerance, 0.0),
+    )
 
 
-_PATHS = {name: example for name, example in trees.EXAMPLES.items() if paths.is_covered(example)}
+_PATHS = [name for name, example in trees.EXAMPLES.items() if paths.is_covered(example)]
 RUNS: Mapping[str, OpRun] = {
     "tree_attention": OpRun(_attention_names, _attention, _attention_tolerance),
-    "path_attention": OpRun(_names_of(_PATHS), _paths, _attention_tolerance),
-    "write_kv": OpRun(
-        _names_of(writing.EXAMPLES), functools.partial(_simple, write_kv, writing), _exact
-    ),
-    "move_kv": OpRun(
-        _names_of(moving.EXAMPLES), functools.partial(_simple, move_kv, moving), _exact
-    ),
-    "ngram_match": OpRun(
-        _names_of(matching.EXAMPLES), functools.partial(_simple, ngram_match, matching), _exact
-    ),
-    "seeded_sample": OpRun(
-        _names_of(sampling.EXAMPLES), _sample, lambda *_: (LOGPROB_TOLERANCE, 0.0)
-    ),
+    "path_attention": OpRun(lambda implementation: _PATHS, _paths, _attention_tolerance),
+    "write_kv": _of_module(write_kv, writing),
+    "move_kv": _of_module(move_kv, moving),
+    "ngram_match": _of_module(ngram_match, matching),
+    "seeded_sample": _of_module(seeded_sample, sampling, LOGPROB_TOLERANCE),
 }

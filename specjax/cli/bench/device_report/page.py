@@ -6,10 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from specjax.cli.bench.device_report.cases import Results, Stage
 from specjax.cli.bench.device_report.document import INTERRUPTED, disagrees, is_over, way_of
 from specjax.cli.bench.device_report.peaks import MEASURED, PUBLISHED
 from specjax.cli.bench.device_report.sizes import counted
-from specjax.cli.bench.device_report.tables import SECTIONS, Section
+from specjax.cli.bench.device_report.stages import STAGES
+from specjax.cli.table import as_markdown as table_in_markdown
 
 DISAGREES = "DISAGREES"
 _WAYS = {
@@ -30,7 +32,7 @@ def as_markdown(document: Mapping[str, Any]) -> str:
     if is_cpu:
         lines += ["", _OF_CPU]
     lines += _peak_line(cases)
-    for stage in SECTIONS:
+    for stage in STAGES:
         lines += _section(stage, cases)
     return "\n".join(lines) + "\n"
 
@@ -79,18 +81,16 @@ def _peak_line(cases: Mapping[str, Any]) -> list[str]:
     return ["", f"Shares and rooflines are of the device's speed as {' and as '.join(used)}."]
 
 
-def _section(stage: str, cases: Mapping[str, Any]) -> list[str]:
+def _section(stage: Stage, cases: Mapping[str, Any]) -> list[str]:
     """Returns the lines of a stage: its table, then what is not in it and why."""
-    section = SECTIONS[stage]
-    prefix = f"{stage}: "
-    own = {key.removeprefix(prefix): case for key, case in cases.items() if key.startswith(prefix)}
+    own = {key.partition(": ")[2]: case for key, case in cases.items() if stage.has(key)}
     if not own:
         return []
-    lines = ["", f"## {section.title}", ""]
+    lines = ["", f"## {stage.title}", ""]
     results = {name: case["result"] for name, case in own.items() if "result" in case}
     if results:
-        lines += [section.note, ""] if section.note else []
-        lines += [*_table(section, results), ""]
+        lines += [stage.note, ""] if stage.note else []
+        lines += [*_table(stage, results), ""]
     for way, said in _WAYS.items():
         by_reason: dict[str, list[str]] = defaultdict(list)
         for name, case in own.items():
@@ -105,10 +105,10 @@ def _section(stage: str, cases: Mapping[str, Any]) -> list[str]:
 _BEGINS_ANEW = "the same command begins it anew"
 
 
-def _table(section: Section, results: Mapping[str, Any]) -> list[str]:
-    """Returns the table of a section, or one line where figures are missing from the document."""
+def _table(stage: Stage, results: Results) -> list[str]:
+    """Returns the table of a stage, or one line where figures are missing from the document."""
     try:
-        return section.table(results)
+        return table_in_markdown(stage.table(results))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         text = " ".join(str(error).split())[:100]
         return [f"- No table can be drawn of these results. {type(error).__name__}: {text}."]

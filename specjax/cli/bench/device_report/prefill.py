@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax.cli.bench import measuring
 from specjax.cli.bench.calibrate import StepTimer
-from specjax.cli.bench.device_report.cases import Case, Context, LeftOut
-from specjax.cli.bench.device_report.random_models import config_of, misfit, setup_of
+from specjax.cli.bench.device_report.cases import Case, Context, LeftOut, Results, Stage
+from specjax.cli.bench.device_report.random_models import config_of, setup_of
 from specjax.cli.bench.device_report.sizes import NO_DRAFTS, Pair, ReportSize
+from specjax.cli.table import Row, number, percent
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.decode.decoder import Decoder
@@ -42,10 +41,7 @@ def measure(target: str, tokens: int, context: Context) -> dict[str, Any]:
         raise LeftOut(f"{target} takes {most} tokens.")
     pair = Pair(target, NO_DRAFTS)
     engine = EngineConfig(max_rows=1, max_context=tokens + 2)
-    problem = misfit(pair, context.device, engine)
-    if problem is not None:
-        raise LeftOut(problem)
-    setup = setup_of(context.models, pair, context.device, engine, 0)
+    setup = setup_of(context, pair, engine, 0)
     decoder = setup.decoder(setup.standing_sizes(), [])
     prompt = Prompt(decoder, setup.params, tokens)
     seconds = measuring.interleaved({"prompt": prompt}, context.size.rounds)["prompt"]
@@ -68,19 +64,16 @@ class Prompt:
     """A prompt that is fed in the largest pieces of its decoder, from an empty row each time."""
 
     def __init__(self, decoder: Decoder, params: DecoderParams, tokens: int):
-        self.decoder, self.params = decoder, params
+        self.params = params
         self.bucket = decoder.prompt_sizes.best(tokens)
         starts = range(0, tokens, self.bucket)
         self.counts = [min(self.bucket, tokens - start) for start in starts]
         sampling = SamplingParams(temperature=1.0, ignore_eos=True)
-        self._state = StepTimer(decoder, params, sampling).state
+        self.timer = StepTimer(decoder, params, sampling)
 
     def __call__(self) -> Any:
-        decoder, sizes = self.decoder, self.decoder.sizes
-        empty = jnp.zeros(sizes.rows, jnp.int32)
-        cache = dataclasses.replace(self._state.cache, lengths=empty)
-        state = dataclasses.replace(self._state, cache=cache, drafter_lengths=jnp.array(empty))
-        table = own_pages(sizes.rows, sizes.pages_per_row)
+        decoder, state = self.timer.decoder, self.timer.at(0)
+        table = own_pages(decoder.sizes.rows, decoder.sizes.pages_per_row)
         row_ids = np.zeros(1, np.int32)
         done: jax.Array | None = None
         for count in self.counts:
@@ -92,7 +85,7 @@ class Prompt:
                 np.full(1, count, np.int32),
                 num_tokens=self.bucket,
             )
-        self._state = state
+        self.timer.state = state
         return done
 
 
@@ -103,3 +96,29 @@ def _flops(target: str, counts: list[int]) -> float:
         total += work.of(1, count, before + count // 2).flops
         before += count
     return total
+
+
+def table(results: Results) -> list[Row]:
+    return [
+        {
+            "model": found["target"],
+            "tokens": found["tokens"],
+            "pieces": f"{found['pieces']} of {found['piece_tokens']}",
+            "seconds": number(found["seconds"]),
+            "tokens/s": number(found["tokens_per_s"], 4),
+            "TFLOP/s": number(found["flops_per_s"] / 1e12),
+            "of the products": percent(found["of_peak"]),
+        }
+        for found in results.values()
+    ]
+
+
+STAGE = Stage(
+    "prefill",
+    0.10,
+    cases,
+    "Prefill",
+    table,
+    "One prompt, in the largest pieces that the engine feeds. Above 100 % its products are "
+    "faster than those of the square matrices that were timed.",
+)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from specjax.api.assemble import Setup
+from specjax.cli.bench.device_report.cases import Context, LeftOut
 from specjax.cli.bench.device_report.sizes import NGRAM, Pair
 from specjax.config.engine import EngineConfig
 from specjax.config.names import DRAFTERS
@@ -104,29 +105,30 @@ def plan_request(pair: Pair, num_speculative_tokens: int, engine: EngineConfig) 
     )
 
 
-def misfit(pair: Pair, device: Any, engine: EngineConfig) -> str | None:
-    """Returns why a pair does not fit a device, by the plan's own check; None where it does."""
+def check_fits(pair: Pair, device: Any, engine: EngineConfig) -> None:
+    """Raises LeftOut where a pair does not fit a device, by the plan's own check."""
     total = device_memory.total_bytes(device)
     if total is None:
-        return None
+        return
     limited = dataclasses.replace(engine, memory_bytes=total)
     try:
         plans.check_memory(plan_request(pair, 1, limited))
     except ValueError as error:
-        return f"{pair} does not fit: {error}"
-    return None
+        raise LeftOut(f"{pair} does not fit: {error}") from error
 
 
-def setup_of(
-    models: RandomModels, pair: Pair, device: Any, engine: EngineConfig, depth: int
-) -> Setup:
+def setup_of(context: Context, pair: Pair, engine: EngineConfig, depth: int) -> Setup:
     """Returns the setup of a pair whose pages take a part of the memory beside its weights.
 
     The pair's drafter NGRAM is an `AlwaysNgram`.
+
+    Raises:
+      LeftOut: the pair does not fit the device.
     """
-    target, drafter = models.pair(pair)
+    check_fits(pair, context.device, engine)
+    target, drafter = context.models.pair(pair)
     drafter = AlwaysNgram() if drafter == NGRAM else drafter
-    free = device_memory.available_bytes(device)
+    free = device_memory.available_bytes(context.device)
     if free is not None:
         engine = dataclasses.replace(engine, kv_cache_bytes=int(PAGES_SHARE * free))
     return Setup.of(target, drafter=drafter, num_speculative_tokens=depth or None, engine=engine)

@@ -11,8 +11,9 @@ from specjax.cli.bench.device_report import document as documents
 from specjax.cli.bench.device_report.cases import SPEED, Case, Context, Stage
 from specjax.cli.bench.device_report.lock import locked
 from specjax.cli.bench.device_report.page import DISAGREES
-from specjax.cli.bench.device_report.running import PAGE, Run, Say, key_of
-from specjax.cli.bench.device_report.sizes import SIZES, ReportSize, counted, size_for
+from specjax.cli.bench.device_report.random_models import RandomModels
+from specjax.cli.bench.device_report.running import PAGE, Run, Say
+from specjax.cli.bench.device_report.sizes import SIZES, counted, size_for
 from specjax.cli.bench.device_report.stages import STAGES
 from specjax.runtime import compilation_cache
 
@@ -56,20 +57,26 @@ def make_report(
     chosen = size_for(device.platform) if size is None else SIZES[size]
     place = Path(folder).expanduser()
     made_on = documents.environment(device, chosen.name)
+    cases: dict[str, Case] = {}
+    for stage in stages:
+        cases |= stage.by_key(chosen, device.platform)
     if only is not None:
-        stages = with_texts(stages, only, chosen, device.platform)
+        cases = with_texts(cases, only)
     documents.make_folder(place)
     with locked(place):
         document = documents.open_or_new(place, made_on)
-        result = lambda key: document["cases"].get(key, {}).get("result")
+        if again:
+            document["round"] = documents.round_of(document) + 1
+        outcomes = document["cases"]
+        failed = {key for key, outcome in outcomes.items() if "failed" in outcome}
+        result = lambda key: outcomes.get(key, {}).get("result")
         run = Run(
             document=document,
-            folder=place,
             stages=stages,
-            context=Context(size=chosen, out=place, device=device, result=result),
+            cases=cases,
+            context=Context(chosen, place, device, RandomModels(), result),
             minutes=minutes,
-            again=again,
-            again_failed=again_failed,
+            retried=failed if again_failed else (),
             say=say,
             begin=begin,
         )
@@ -81,35 +88,22 @@ def make_report(
         return _finish(run, place, "the same command" + (" without --again" if again else ""))
 
 
-def with_texts(
-    stages: Sequence[Stage], texts: Sequence[str], size: ReportSize, platform: str
-) -> list[Stage]:
-    """Returns the stages with those of their cases whose name has one of the texts.
+def with_texts(cases: Mapping[str, Case], texts: Sequence[str]) -> dict[str, Case]:
+    """Returns the cases whose name has one of the texts.
 
     The device's speed, which others are compared with, is always among them.
 
     Raises:
       ValueError: no case has.
     """
-    is_asked = lambda key: any(text.lower() in key.lower() for text in texts)
-    every = [key_of(stage, case) for stage in stages for case in stage.cases(size, platform)]
-    if not any(map(is_asked, every)):
+    asked = [key for key in cases if any(text.lower() in key.lower() for text in texts)]
+    if not asked:
+        last = list(cases)[-1]
         raise ValueError(
             f"--only {' '.join(texts)}: no case has such a name; expected a part of one, as "
-            f"{every[-1]!r}, or the beginning, as {stages[-1].name!r}."
+            f"{last!r}, or the beginning, as {last.partition(': ')[0]!r}."
         )
-
-    def of_stage(stage: Stage) -> Stage:
-        def cases(size: ReportSize, platform: str) -> list[Case]:
-            return [
-                case
-                for case in stage.cases(size, platform)
-                if key_of(stage, case) == SPEED or is_asked(key_of(stage, case))
-            ]
-
-        return stage._replace(cases=cases)
-
-    return [of_stage(stage) for stage in stages]
+    return {key: case for key, case in cases.items() if key == SPEED or key in asked}
 
 
 def _finish(run: Run, place: Path, on: str) -> int:

@@ -39,78 +39,43 @@ HEADS_8B = Heads("llama_3_1_8b", 32, 8, 128)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportSize:
-    """The shapes of a report.
-
-    Attributes:
-      num_examples: examples of each op and implementation to compare; None for all.
-      rounds: repetitions of each measurement, beside the one that compiles.
-      heads, kernel_rows, kernel_contexts, kernel_nodes: shapes of attention to time; tokens of
-        context per row, and nodes per row.
-      page_size: tokens of a page for the kernels' times.
-      batches: rows of the embedded pair.
-      modes: names of `MODES`.
-      new_tokens: of each of its texts.
-      learning_calls: after which the goodput policy is measured.
-      pairs: models with random weights.
-      planned: those whose memory is planned.
-      model_batches: rows of their steps.
-      depths: K of their steps.
-      step_context: tokens of each row in their steps.
-      num_steps: steps that are timed at once; their dispatch is spread over them.
-      prompts: tokens of prompts to prefill.
-      memory_bytes: of a device that does not report its memory, for its plan.
-    """
+    """The shapes of a report; by default those of an accelerator."""
 
     name: str
-    num_examples: int | None
-    rounds: int
-    heads: tuple[Heads, ...]
-    kernel_rows: tuple[int, ...]
-    kernel_contexts: tuple[int, ...]
-    kernel_nodes: tuple[int, ...]
-    page_size: int
-    batches: tuple[int, ...]
-    modes: tuple[str, ...]
-    new_tokens: int
-    learning_calls: int
-    pairs: tuple[Pair, ...]
-    planned: tuple[Pair, ...]
-    model_batches: tuple[int, ...]
-    depths: tuple[int, ...]
-    step_context: int
-    num_steps: int
-    prompts: tuple[int, ...]
-    memory_bytes: int
-    product_size: int  # of square matrices whose product is timed, beside those twice as large
-    copied_bytes: int  # of the array whose copy is timed
-    read_bytes: int  # read at once to measure a CPU's memory
+    # Examples of each op and implementation to compare, of which a kernel compiles for seconds;
+    # None for all.
+    num_examples: int | None = 12
+    rounds: int = 5  # repetitions of each measurement, beside the one that compiles
+    # Shapes of attention to time: heads, rows, tokens of context per row, nodes per row.
+    heads: tuple[Heads, ...] = (HEADS_1B, HEADS_8B)
+    kernel_rows: tuple[int, ...] = (1, 32)
+    kernel_contexts: tuple[int, ...] = (2048, 8192)
+    kernel_nodes: tuple[int, ...] = (1, 5)
+    page_size: int = 128  # tokens of a page for the kernels' times
+    # The embedded pair: rows, names of MODES, tokens of each text, and the calls after which the
+    # goodput policy is measured.
+    batches: tuple[int, ...] = (1, 8, 32, 64)
+    modes: tuple[str, ...] = MODES
+    new_tokens: int = 128
+    learning_calls: int = 8
+    # Models with random weights: rows and K of their steps, tokens of context of each row, and the
+    # steps that are timed at once, which their dispatch is spread over.
+    pairs: tuple[Pair, ...] = (
+        Pair("llama_3_2_1b", NGRAM),
+        Pair("llama_3_1_8b", "llama_3_2_1b"),
+    )
+    model_batches: tuple[int, ...] = (1, 64, 8, 32)  # the ends first: time may run out
+    depths: tuple[int, ...] = (0, 1, 2, 4)
+    step_context: int = 2048
+    num_steps: int = 32
+    prompts: tuple[int, ...] = (512, 2048, 8192)  # tokens of prompts to prefill
+    memory_bytes: int = 8 * 10**9  # of a device that does not report its memory, for its plan
+    product_size: int = 4096  # of square matrices whose product is timed, and of twice that
+    copied_bytes: int = 2**28  # of the array whose copy is timed
+    read_bytes: int = 2**30  # read at once to measure a CPU's memory
 
 
-FULL = ReportSize(
-    name="full",
-    num_examples=12,  # a kernel compiles for seconds
-    rounds=5,
-    heads=(HEADS_1B, HEADS_8B),
-    kernel_rows=(1, 32),
-    kernel_contexts=(2048, 8192),
-    kernel_nodes=(1, 5),
-    page_size=128,
-    batches=(1, 8, 32, 64),
-    modes=MODES,
-    new_tokens=128,
-    learning_calls=8,
-    pairs=(Pair("llama_3_2_1b", NGRAM), Pair("llama_3_1_8b", "llama_3_2_1b")),
-    planned=(Pair("llama_3_2_1b", NGRAM), Pair("llama_3_1_8b", "llama_3_2_1b")),
-    model_batches=(1, 64, 8, 32),  # the ends first: time may run out
-    depths=(0, 1, 2, 4),
-    step_context=2048,
-    num_steps=32,
-    prompts=(512, 2048, 8192),
-    memory_bytes=8 * 10**9,
-    product_size=4096,
-    copied_bytes=2**28,
-    read_bytes=2**30,
-)
+FULL = ReportSize(name="full")
 SMALL = ReportSize(
     name="small",
     num_examples=4,
@@ -118,14 +83,11 @@ SMALL = ReportSize(
     heads=(HEADS_1B,),
     kernel_rows=(1, 8),
     kernel_contexts=(512,),
-    kernel_nodes=(1, 5),
     page_size=16,
     batches=(1, 8),
-    modes=MODES,
     new_tokens=64,
     learning_calls=6,
     pairs=(Pair("bench_60m", "bench_60m_draft"),),
-    planned=(Pair("bench_60m", "bench_60m_draft"),),
     model_batches=(1, 8),
     depths=(0, 4),
     step_context=256,
@@ -150,7 +112,6 @@ TINY = ReportSize(
     new_tokens=8,
     learning_calls=1,
     pairs=(Pair("tiny", NGRAM),),
-    planned=(Pair("tiny", NGRAM),),
     model_batches=(2,),
     depths=(0, 2),
     step_context=64,

@@ -11,9 +11,10 @@ import jax
 
 from specjax.cli.bench import measuring
 from specjax.cli.bench.device_report.attention_speed import copy_bytes_per_s
-from specjax.cli.bench.device_report.cases import Case, Context
+from specjax.cli.bench.device_report.cases import Case, Context, Results, Stage
 from specjax.cli.bench.device_report.peaks import published_peaks
 from specjax.cli.bench.device_report.sizes import ReportSize
+from specjax.cli.table import Row
 from specjax.models.loading import default_dtype
 
 NUM_PRODUCTS = 8  # timed at once; their dispatch is spread over them
@@ -64,3 +65,20 @@ def _products(side: int) -> Callable[[], jax.Array]:
     step = lambda x, y: (x @ y * side**-0.5).astype(dtype)
     chain = lambda x, y: jax.lax.fori_loop(0, NUM_PRODUCTS, lambda _, x: step(x, y), x)
     return functools.partial(jax.jit(chain), x, y)
+
+
+def table(results: Results) -> list[Row]:
+    speeds: dict[str, str] = {}
+    for found in results.values():
+        speeds["copy of a large array"] = f"{found['copy_bytes_per_s'] / 1e9:,.1f} GB/s"
+        if found["read_bytes_per_s"] is not None:
+            speeds["reading a large array"] = f"{found['read_bytes_per_s'] / 1e9:,.1f} GB/s"
+        product = f"product of matrices, {found['product_dtype']}"
+        speeds[product] = f"{found['flops_per_s'] / 1e12:,.2f} TFLOP/s"
+        if (published := found["published"]) is not None:
+            speeds["memory, as published"] = f"{published['bytes_per_s'] / 1e9:,.0f} GB/s"
+            speeds["products, as published"] = f"{published['flops_per_s'] / 1e12:,.0f} TFLOP/s"
+    return [{"": name, "speed": speed} for name, speed in speeds.items()]
+
+
+STAGE = Stage("device", 0.03, cases, "The device", table)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 from pallas_kernels.tree_attention import block_sizes
-from specjax.cli.bench.device_report.attention_speed import entry_of, measure
-from specjax.cli.bench.device_report.cases import Case, Context, LeftOut
-from specjax.cli.bench.device_report.kernel_times import shape_name, shape_of
-from specjax.cli.bench.device_report.sizes import Heads, ReportSize
+from specjax.cli.bench.device_report.attention_speed import Shape, entry_of, measure
+from specjax.cli.bench.device_report.cases import Case, Context, LeftOut, Results, Stage
+from specjax.cli.bench.device_report.kernel_times import shapes
+from specjax.cli.bench.device_report.sizes import ReportSize
+from specjax.cli.table import Row, number
 
 FILE = "block_sizes.json"
 _ARTICLE = {"cpu": "a CPU", "gpu": "a GPU"}
@@ -19,12 +19,10 @@ _ARTICLE = {"cpu": "a CPU", "gpu": "a GPU"}
 def cases(size: ReportSize, platform: str) -> list[Case]:
     if platform != "tpu":
         return [Case("tree_attention", functools.partial(_leave_out, platform))]
-    found = []
-    for heads, rows, nodes in itertools.product(size.heads, size.kernel_rows, size.kernel_nodes):
-        place = heads, rows, size.kernel_contexts[0], nodes
-        name = f"tree_attention, {shape_name(*place)}"
-        found.append(Case(name, functools.partial(tune, *place)))
-    return found
+    return [
+        Case(f"tree_attention, {name}", functools.partial(tune, shape))
+        for name, shape in shapes(size, size.kernel_contexts[:1]).items()
+    ]
 
 
 def _leave_out(platform: str, context: Context) -> dict[str, Any]:
@@ -32,9 +30,8 @@ def _leave_out(platform: str, context: Context) -> dict[str, Any]:
     raise LeftOut(f"only the TPU kernel has block sizes to choose; this is {here}.")
 
 
-def tune(heads: Heads, rows: int, tokens: int, nodes: int, context: Context) -> dict[str, Any]:
+def tune(shape: Shape, context: Context) -> dict[str, Any]:
     """Returns the fastest block sizes of a shape, which are added to `FILE` in the folder."""
-    shape = shape_of(context, heads, rows, tokens, nodes)
     result = measure(shape, "mosaic_tpu", context.copy_bytes_per_s, tunes=True)
     block_sizes.write([entry_of(result, context.device.device_kind)], context.out / FILE)
     assert result.sizes is not None
@@ -45,3 +42,27 @@ def tune(heads: Heads, rows: int, tokens: int, nodes: int, context: Context) -> 
         "default_tile_tokens": block_sizes.DEFAULT.tile_tokens,
         "seconds": result.seconds,
     }
+
+
+def table(results: Results) -> list[Row]:
+    return [
+        {
+            "shape": name,
+            "queries": found["queries"],
+            "keys at once": found["tile_tokens"],
+            "by default": f"{found['default_queries']}, {found['default_tile_tokens']}",
+            "us": number(1e6 * found["seconds"]),
+        }
+        for name, found in results.items()
+    ]
+
+
+STAGE = Stage(
+    "block sizes",
+    0.10,
+    cases,
+    "Block sizes",
+    table,
+    f"The fastest of the TPU kernel's block sizes. They are in `{FILE}` beside this page; copied "
+    "over the file of that name in `pallas_kernels/tree_attention`, they are used.",
+)

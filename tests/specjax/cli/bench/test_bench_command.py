@@ -2,14 +2,14 @@
 
 import pytest
 
-from specjax.cli.bench import command
+from specjax.cli.main import build_parser
 
 
 @pytest.mark.parametrize(
     ("text", "number"), [("300M", 3e8), ("1.5B", 1.5e9), ("20k", 2e4), ("3e8", 3e8)]
 )
 def test_numbers_of_parameters(text, number):
-    options = command._parser().parse_args(["--calibrate", "--widen", text])
+    options = build_parser().parse_args(["bench", "--calibrate", "--widen", text])
     assert options.widen == number
 
 
@@ -28,7 +28,7 @@ def test_numbers_of_parameters(text, number):
 )
 def test_a_number_that_is_none(argv, capsys):
     with pytest.raises(SystemExit) as end:
-        command._parser().parse_args(argv)
+        build_parser().parse_args(["bench", *argv])
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert "expected" in error or "at least 1" in error

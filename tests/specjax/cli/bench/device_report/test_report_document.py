@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.cli import json_document
 from specjax.cli.bench.device_report import document as documents
 from specjax.cli.bench.device_report import report
 
@@ -115,4 +116,4 @@ def test_a_folder_that_cannot_be_written(tmp_path, made_on):
 
 def test_values_become_plain_json():
     value = {1: (np.float32(1.5), jnp.int32(2)), "none": float("inf"), "array": np.arange(2)}
-    assert documents.plain(value) == {"1": [1.5, 2], "none": None, "array": [0, 1]}
+    assert json_document.plain(value) == {"1": [1.5, 2], "none": None, "array": [0, 1]}

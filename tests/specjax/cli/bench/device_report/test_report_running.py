@@ -11,6 +11,7 @@ import pytest
 from specjax.cli.bench.device_report import document as documents
 from specjax.cli.bench.device_report import lock, report
 from specjax.cli.bench.device_report.cases import Case, Context, LeftOut, Stage
+from specjax.cli.bench.device_report.random_models import RandomModels
 from specjax.cli.bench.device_report.running import Run
 from specjax.cli.bench.device_report.sizes import TINY
 
@@ -52,9 +53,13 @@ def raises(error):
 def stages_of(*cases_by_stage, shares=None):
     shares = shares or [1 / len(cases_by_stage)] * len(cases_by_stage)
     return [
-        Stage(f"stage {index}", share, lambda size, platform, cases=cases: cases)
+        stage_of(f"stage {index}", share, cases)
         for index, (cases, share) in enumerate(zip(cases_by_stage, shares, strict=True))
     ]
+
+
+def stage_of(name, share, cases):
+    return Stage(name, share, lambda size, platform: cases, name, lambda results: [])
 
 
 def make(folder, stages, *, minutes=30.0, again=False, again_failed=False, only=None):
@@ -93,7 +98,7 @@ def test_a_second_run_does_what_is_left(tmp_path):
 
 def test_a_run_of_some_cases_is_gone_on_with_by_others(tmp_path):
     ran = Ran()
-    speed = Stage("device", 0.1, lambda size, platform: [ran.case("speed")])
+    speed = stage_of("device", 0.1, [ran.case("speed")])
     stages = [speed, *stages_of([ran.case("one a"), ran.case("two a")], [ran.case("one b")])]
     code, lines = make(tmp_path, stages, only=["ONE"])
     assert (code, ran) == (0, ["speed", "one a", "one b"])
@@ -203,8 +208,8 @@ def test_cases_wait_for_the_speed_of_the_device(tmp_path):
 
     def stages(does):
         return [
-            Stage("device", 0.5, lambda *_: [ran.case("speed", does)]),
-            Stage("x", 0.5, lambda *_: [Case("b", needs_speed)]),
+            stage_of("device", 0.5, [ran.case("speed", does)]),
+            stage_of("x", 0.5, [Case("b", needs_speed)]),
         ]
 
     code, _ = make(tmp_path, stages(raises(MemoryError("full"))))
@@ -392,8 +397,9 @@ class Clock:
 
 def run_by(clock, folder, stages, minutes):
     document = documents.open_or_new(folder, documents.environment(jax.devices()[0], "tiny"))
-    context = Context(TINY, folder, jax.devices()[0], lambda key: None)
-    run = Run(document, folder, stages, context, minutes, False, lambda line: None, clock=clock)
+    context = Context(TINY, folder, jax.devices()[0], RandomModels(), lambda key: None)
+    cases = {key: case for stage in stages for key, case in stage.by_key(TINY, "cpu").items()}
+    run = Run(document, stages, cases, context, minutes, lambda line: None, clock=clock)
     return run.run(), kept(folder)
 
 

@@ -21,8 +21,8 @@ from specjax.cli.bench.device_report import (
 from specjax.cli.bench.device_report.cases import Context, LeftOut, NotReached
 from specjax.cli.bench.device_report.sizes import FULL, SIZES, SMALL, TINY, Pair, size_for
 from specjax.cli.bench.device_report.stages import STAGES
-from specjax.cli.bench.device_report.tables import SECTIONS
 from specjax.config.engine import EngineConfig
+from specjax.decode.bucket import Bucket
 from specjax.planning import device_memory
 
 SPEED = {"copy_bytes_per_s": 4e9, "read_bytes_per_s": 8e9, "flops_per_s": 1e11, "published": None}
@@ -30,12 +30,12 @@ SPEED = {"copy_bytes_per_s": 4e9, "read_bytes_per_s": 8e9, "flops_per_s": 1e11, 
 
 @pytest.fixture
 def context(tmp_path):
-    return Context(TINY, tmp_path, jax.devices()[0], {"device: speed": SPEED}.get)
+    models = random_models.RandomModels()
+    return Context(TINY, tmp_path, jax.devices()[0], models, {"device: speed": SPEED}.get)
 
 
-def test_stages_share_all_of_the_time_and_have_a_section_each():
+def test_stages_share_all_of_the_time():
     assert sum(stage.share for stage in STAGES) == pytest.approx(1)
-    assert {stage.name for stage in STAGES} == set(SECTIONS)
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=list(SIZES))
@@ -169,14 +169,14 @@ def test_written_tokens_count_as_read_and_written_once(context):
 def test_tokens_per_second_of_an_assumed_rate(context):
     config = random_models.config_of("tiny")
     works = model_steps.model_work(config, jnp.float32, 1), []
-    step = model_steps._step(2, 0.01, 4, 64, works, context, drafted=2.0)
+    step = model_steps._step(Bucket(4, 2), 0.01, 64, works, context, drafted=2.0)
     assert step["synthetic_acceptance_tokens_per_s"]["0.6"] == pytest.approx(4 * 1.96 / 0.01)
     assert step["plain_tokens_per_s"] is None
     assert step["of_roofline"] == pytest.approx(step["roofline_s"] / 0.01)
-    plain = model_steps._step(0, 0.01, 4, 64, works, context, drafted=0.0)
+    plain = model_steps._step(Bucket(4, 0), 0.01, 64, works, context, drafted=0.0)
     assert plain["synthetic_acceptance_tokens_per_s"] == {}
     assert plain["plain_tokens_per_s"] == pytest.approx(400)
-    less = model_steps._step(2, 0.01, 4, 64, works, context, drafted=1.9)
+    less = model_steps._step(Bucket(4, 2), 0.01, 64, works, context, drafted=1.9)
     assert less["synthetic_acceptance_tokens_per_s"] == {}
 
 
@@ -190,10 +190,10 @@ def test_timed_steps_draft_k_tokens_in_every_row(context):
 
 def test_a_model_that_does_not_fit_is_left_out_with_the_reason(context, monkeypatch):
     monkeypatch.setattr(device_memory, "total_bytes", lambda device: 16 * 10**9)
-    for stage in (model_steps, prefill):  # its weights are not even made
-        monkeypatch.setattr(stage, "setup_of", lambda *_: pytest.fail("loaded"))
+    # Its weights are not even made.
+    monkeypatch.setattr(random_models.RandomModels, "pair", lambda *_: pytest.fail("loaded"))
     pair = FULL.pairs[1]
-    assert random_models.misfit(FULL.pairs[0], context.device, EngineConfig(max_rows=1)) is None
+    random_models.check_fits(FULL.pairs[0], context.device, EngineConfig(max_rows=1))
     for run in (
         lambda: model_steps.measure(pair, 1, context),
         lambda: prefill.measure("llama_3_1_8b", 64, context),
@@ -219,11 +219,10 @@ def test_prompts_are_of_different_places():
 
 
 @pytest.mark.full
-def test_a_prompt_is_fed_whole_and_again_from_its_begin():
+def test_a_prompt_is_fed_whole_and_again_from_its_begin(context):
     setup = random_models.setup_of(
-        random_models.RandomModels(),
+        context,
         Pair("tiny", "none"),
-        jax.devices()[0],
         EngineConfig(max_rows=1, max_context=162, max_prefill_tokens=64),
         0,
     )
@@ -232,4 +231,4 @@ def test_a_prompt_is_fed_whole_and_again_from_its_begin():
     assert prompt.counts == [64, 64, 32]
     for _ in range(2):
         prompt()
-        assert prompt._state.cache.lengths.tolist() == [160]
+        assert prompt.timer.state.cache.lengths.tolist() == [160]
