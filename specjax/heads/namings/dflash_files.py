@@ -1,21 +1,29 @@
-"""Reads a folder with a DFlash, DFlash2 or DSpark head, of any library that writes them."""
+"""DFlash, DFlash2 and DSpark heads in folders, in the namings of the libraries that write them.
+
+Captured layers are inputs of layers here and in `speculators`; all others name outputs of layers.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
-from jax.typing import DTypeLike
+from typing import Any, NamedTuple
 
 from specjax.config.speculation import MAX_DEPTH
 from specjax.heads.equations import dflash, dflash2, dspark
 from specjax.heads.equations.dflash import DFlashConfig
 from specjax.heads.equations.dspark import CONFIDENCE, MARKOV
-from specjax.heads.namings import dflash2_files, head_files
+from specjax.heads.namings import dflash2_files, head_files, head_writing, keys
 from specjax.heads.namings.dflash2_files import is_dflash2
-from specjax.heads.namings.head_files import FoundHead, Head
+from specjax.heads.namings.head_files import NESTED, Head, Parsed, Place, Reader
+from specjax.heads.namings.head_writing import (
+    AS_WIDE_AS_TARGET,
+    BIASES_OF_ALL,
+    Kind,
+    Naming,
+    OfTarget,
+)
+from specjax.heads.namings.keys import Key
 from specjax.models.base import Json, ModelConfig
 from specjax.models.config_values import (
     MAX_LAYERS,
@@ -32,33 +40,71 @@ DSPARK = "dspark"  # in names of classes, of which there are several
 OWN_KEY = "dflash_config"
 AUX_KEY, OUTPUTS_KEY = "aux_hidden_state_layer_ids", "target_layer_ids"
 _PROJECTOR = "projector_type"  # the kind of head, as SpecForge names it
+# At the top or in OWN_KEY, of every kind.
+_BLOCK_KEYS = "block_size", "mask_token_id", "sample_from_anchor"
 _KNOWN = (
+    *_BLOCK_KEYS,
     "attention_sink_bias",
-    "block_size",
     "causal",
-    "mask_token_id",
     _PROJECTOR,
     OUTPUTS_KEY,
-    "sample_from_anchor",
     "swa_window_size",
     "use_swa",
 )
-# Of DSpark: at the top, or as SpecForge has them, which adds settings of training.
-_MARKOV_KEYS = (
-    "confidence_head_with_markov",
-    "enable_confidence_head",
-    "markov_head_type",
-    "markov_rank",
+
+
+def _rank(raw: Json, name: str, stored: int) -> int:
+    """Returns the width of a Markov head; null says that there is none."""
+    return size(raw, name, 0, least=0) if name in raw else stored
+
+
+# At the top or in OWN_KEY, of DSpark; tensors tell them all.
+_OF_DSPARK = (
+    Key("markov_rank", "markov_rank", _rank),
+    Key("markov_head_type", "markov_kind", lambda raw, name, stored: raw.get(name) or stored),
+    Key("enable_confidence_head", "has_confidence"),
+    Key("confidence_head_with_markov", "confidence_reads_token"),
 )
-# At the top or in OWN_KEY, of every kind.
-_BLOCK_KEYS = "block_size", "mask_token_id", "sample_from_anchor"
-_KNOWN_OF_DSPARK = *_MARKOV_KEYS, "attention_mode", "confidence_head_alpha"
-# Parts of a tensor's name, and the kind of head that has them.
-_PARTS_OF_DSPARK = dict.fromkeys((MARKOV, "confidence_head."), "DSpark")
-_PARTS_OF_DFLASH2 = dict.fromkeys((*dflash2.CONVOLUTIONS, dflash2.CANDIDATES), "DFlash2")
-_OTHERS = {
-    "correction_head.": "DSpark with a correction head",
-    "logit_head.": "DSpark of an earlier naming",
+
+
+class _Family(NamedTuple):
+    """A kind of DFlash head.
+
+    Attributes:
+      name, class_name: in config.json.
+      keys: that it has beside those of a block, at the top or in OWN_KEY.
+      of_training: more keys that its OWN_KEY may have.
+      parts: of names of tensors that it alone has.
+    """
+
+    title: str
+    name: str
+    class_name: str
+    keys: tuple[Key, ...] = ()
+    of_training: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+
+
+_DFLASH = _Family("DFlash", "dflash", "DFlashDraftModel")
+_DFLASH2 = _Family(
+    "DFlash2",
+    dflash2_files.NAME,
+    dflash2_files.CLASS,
+    dflash2_files.SIZES,
+    parts=(*dflash2.CONVOLUTIONS, dflash2.CANDIDATES),
+)
+_DSPARK = _Family(
+    "DSpark",
+    DSPARK,
+    "DSparkDraftModel",
+    _OF_DSPARK,
+    ("attention_mode", "confidence_head_alpha"),
+    (MARKOV, "confidence_head."),
+)
+# Parts of names of tensors that are not read, and whose they are.
+_UNREAD = {
+    "DSpark with a correction head": ("correction_head.",),
+    "DSpark of an earlier naming": ("logit_head.",),
 }
 
 
@@ -78,64 +124,42 @@ def is_dspark(raw: Json) -> bool:
     )
 
 
-def read_dflash(
-    folder: Path,
-    target: ModelConfig,
-    dtype: DTypeLike | None,
-    aux_layer_ids: Sequence[int] | None = None,
-) -> FoundHead:
-    """Returns the head in a folder, for a target.
-
-    Args:
-      dtype: of its weights; None: no weights are read.
-      aux_layer_ids: layers of the target whose inputs are captured, whatever the file says.
-
-    Raises:
-      FileNotFoundError: config.json or the weights are absent.
-      ValueError: the head is for another target, or a tensor or key is missing, impossible, or
-        unknown.
-    """
-    head = head_files.open_head(folder, "a DFlash head")
-    if is_dspark(head.raw):
-        head = head._replace(kind="a DSpark head")
-    if is_dflash2(head.raw):
-        head = head._replace(kind="a DFlash2 head")
-    with head_files.naming(head):
-        config, notes = _parse(head, target, aux_layer_ids)
-    leaves = dflash.weights_of(config)
-    return FoundHead(config, head_files.read_weights(head, config, leaves, dtype), tuple(notes))
+def _family_of(raw: Json) -> _Family:
+    if is_dspark(raw):
+        return _DSPARK
+    return _DFLASH2 if is_dflash2(raw) else _DFLASH
 
 
-def _parse(
-    head: Head, target: ModelConfig, aux_layer_ids: Sequence[int] | None
-) -> tuple[DFlashConfig, list[str]]:
-    raw, own = head.raw, head.own
-    _check_kind(head)
-    said, has_markov = _said(raw), is_dspark(raw)
-    require(own, "hidden_act", ("silu", "swish"), "silu")
+# Reading.
+
+
+def _titled(head: Head) -> Head:
+    return head._replace(title=f"a {_family_of(head.raw).title} head")
+
+
+def _parse(head: Head, target: ModelConfig) -> Parsed:
+    raw, own, family = head.raw, head.own, _family_of(head.raw)
+    _check_tensors(head, family)
+    said = _said(raw, family)
     num_layers = size(own, "num_hidden_layers", most=MAX_LAYERS)
-    width = size(own, "hidden_size")
-    head_files.check_target(size(raw, "target_hidden_size", width), size(own, "vocab_size"), target)
+    windows = layer_windows(own, ["full_attention"] * num_layers)
+    size(own, "vocab_size")  # is said, whatever the target's is
+    width = size(raw, "target_hidden_size", size(own, "hidden_size"))
     if (depth := raw.get("num_target_layers")) not in (None, target.num_layers):
         raise ValueError(
             f"num_target_layers={shown(depth)}, and this target has {target.num_layers} layers. "
             "Give the head that was trained for it."
         )
-    tables = head_files.tables_of(head, target, width)
-    windows = layer_windows(own, ["full_attention"] * num_layers)
-    causal_layers = _causal_layers(raw, said, windows or (None,) * num_layers)
-    layers = head_files.layers_of(
-        head,
-        "layers.0.",
-        num_layers=num_layers,
-        width=width,
-        vocab=tables.vocab,
-        layer_windows=windows,
+    body = head_files.body_of(
+        head, target, "layers.0.", num_layers, target_width=width, windows=windows
     )
-    ids, source, are_outputs = _aux_ids(raw, said, target.num_layers, num_layers, aux_layer_ids)
-    aux, note = head_files.captured_layers(head, target, ids, source, are_outputs=are_outputs)
+    causal_layers = _causal_layers(raw, said, windows or (None,) * num_layers)
+    # Of several places, the first counts.
+    places = [place for place in _places(raw, said) if place.ids is not None][:1]
+    usual = _usual_layers(target.num_layers, num_layers)
+    aux, note = head_files.captured_layers(head, target, places, usual)
     block = _values(raw, said, _BLOCK_KEYS)
-    from_anchor = flag(block, "sample_from_anchor", has_markov)
+    from_anchor = flag(block, "sample_from_anchor", family is _DSPARK)
     if block.get("mask_token_id") is None:
         raise ValueError(f"mask_token_id is missing, at the top and in {OWN_KEY}; add it.")
     mask_token_id = token_id("mask_token_id", block["mask_token_id"], target.vocab_size)
@@ -145,12 +169,13 @@ def _parse(
     )
     _check_windows(windows, causal_layers, block_size)
     more = {}
-    if has_markov:
-        more = _of_dspark(head, _values(raw, said, _MARKOV_KEYS), from_anchor, width)
-    elif is_dflash2(raw):
-        more = dflash2_files.own_fields(head, said, target, tables, from_anchor, block_size)
+    if family is _DSPARK:
+        values = _values(raw, said, [key.name for key in _OF_DSPARK])
+        more = _of_dspark(head, values, from_anchor, body.layers.hidden_size)
+    elif family is _DFLASH2:
+        more = dflash2_files.own_fields(head, said, target, body, from_anchor, block_size)
     config = DFlashConfig(
-        layers=layers,
+        layers=body.layers,
         target_vocab_size=target.vocab_size,
         target_hidden_size=target.hidden_size,
         aux_layers=aux,
@@ -158,20 +183,150 @@ def _parse(
         mask_token_id=mask_token_id,
         causal_layers=causal_layers,
         samples_from_anchor=from_anchor,
-        has_embedding=tables.has_embedding,
-        has_head=tables.has_head,
-        maps_vocabulary=tables.maps_vocabulary,
+        **body.tables,
         **more,
     )
-    masks = f"drafts blocks of {config.block_size} with token {mask_token_id} as their mask"
-    notes = [note, masks]
-    if has_markov and not config.markov_rank:
+    notes = [note, f"drafts blocks of {block_size} with token {mask_token_id} as their mask"]
+    if family is _DSPARK and not config.markov_rank:
         notes.append("has no Markov head: each token is drafted as DFlash does")
     if config.has_confidence:
         notes.append(
             "has a confidence head, which ranks drafts over rows under max_drafts_per_step"
         )
-    return config, notes
+    return Parsed(head, config, dflash.weights_of(config), notes)
+
+
+read_dflash = Reader("a DFlash head", _parse, captures=True, prepare=_titled)
+
+
+def _check_tensors(head: Head, family: _Family) -> None:
+    """Raises ValueError for heads that are more than their kind."""
+    others = {other.title: other.parts for other in (_DSPARK, _DFLASH2) if other is not family}
+    for name in head.tensors:
+        for title, parts in (_UNREAD | others).items():
+            if any(part in name for part in parts):
+                raise ValueError(
+                    f"tensor {name!r:.200} is of {title}, which is not supported in a config.json "
+                    f"of {family.title}."
+                )
+
+
+def _said(raw: Json, family: _Family) -> Json:
+    """Returns `dflash_config`, {} where there is none."""
+    said = raw.get(OWN_KEY)
+    if said is None:
+        return {}
+    if not isinstance(said, dict):
+        raise ValueError(f"{OWN_KEY}={shown(said)} must be an object.")
+    known = [*_KNOWN, *(key.name for key in family.keys), *family.of_training]
+    if family is _DFLASH2:
+        known += dflash2_files.SCALES
+    if unknown := sorted(set(said) - set(known)):
+        raise ValueError(
+            f"{OWN_KEY} has the keys {shown(unknown)}, which are not supported; expected some of "
+            f"{', '.join(known)}."
+        )
+    require(said, _PROJECTOR, (None, DSPARK if family is _DSPARK else "dflash"), None)
+    for key in ("use_swa", "attention_sink_bias"):
+        if said.get(key):
+            raise ValueError(f"{OWN_KEY}.{key}={shown(said[key])} is not supported; leave it out.")
+    return said
+
+
+def _values(raw: Json, said: Json, names: Sequence[str]) -> Json:
+    """Returns what config.json says of some keys, at the top or below it.
+
+    A key that is null is kept if it has no other value.
+
+    Raises:
+      ValueError: both say something, and not the same.
+    """
+    found = {}
+    for name in names:
+        values = [each[name] for each in (raw, said) if each.get(name) is not None]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"{name}={shown(values[0])}, and {OWN_KEY}.{name}={shown(values[1])}; they must "
+                "agree: use the file as it was published."
+            )
+        if values or name in raw or name in said:
+            found[name] = values[0] if values else None
+    return found
+
+
+def _places(raw: Json, said: Json) -> list[Place]:
+    return [
+        Place(raw.get(AUX_KEY), AUX_KEY, False),
+        Place(said.get(OUTPUTS_KEY), f"{OWN_KEY}.{OUTPUTS_KEY}", True),
+        Place(raw.get(OUTPUTS_KEY), OUTPUTS_KEY, True),
+    ]
+
+
+def _usual_layers(depth: int, num_layers: int) -> list[int]:
+    """Returns the layers whose inputs are captured for lack of a word, as published code has it.
+
+    Their inputs are outputs of as many layers, evenly from the second to the last but two.
+    """
+    if num_layers == 1:
+        return [depth // 2 + 1]
+    places = range(num_layers)
+    return [1 + round(1 + index * (depth - 4) / (num_layers - 1)) for index in places]
+
+
+def _of_dspark(head: Head, raw: Json, from_anchor: bool, width: int) -> dict[str, Any]:
+    """Returns what a DSpark head has besides a block, by the fields of DFlashConfig.
+
+    Args:
+      raw: from `_values`.
+
+    Raises:
+      ValueError: config.json and the tensors disagree, or this is not supported.
+    """
+    found = _stored_of_dspark(head, width)
+    for key in _OF_DSPARK:
+        if key.field not in found:
+            continue
+        value, where = found[key.field]
+        if key.read(raw, key.name, value) != value:
+            raise ValueError(
+                f"{key.name}={shown(raw[key.name])}, and {where}; they must agree: use both files "
+                "as they were published."
+            )
+    fields = {field: value for field, (value, _) in found.items()}
+    if fields.get("markov_kind") == dspark.RNN and not from_anchor:
+        raise ValueError(
+            "a recurrent Markov head with sample_from_anchor=false is not supported; training code "
+            "differs in whether its state begins with the anchor."
+        )
+    if fields.get("confidence_reads_token") and not fields["markov_rank"]:
+        raise ValueError(
+            f"{CONFIDENCE}weight reads a token's embedding, and there is no Markov head."
+        )
+    return fields
+
+
+def _stored_of_dspark(head: Head, width: int) -> dict[str, tuple[Any, str]]:
+    """Returns what tensors tell of a DSpark head, by field, and what tells it."""
+    tensors, table, name = head.tensors, f"{MARKOV}markov_w1.weight", f"{CONFIDENCE}weight"
+    has_confidence = name in tensors
+    found: dict[str, tuple[Any, str]] = {"markov_rank": (0, f"there is no tensor {table!r}")}
+    if table in tensors:
+        rank = head_files.shape_of(head, table)[1]
+        has = lambda kind: f"{MARKOV}{dspark.MATRICES[kind]}.weight" in tensors
+        kind = next(filter(has, dspark.MATRICES), dspark.VANILLA)
+        found["markov_rank"] = rank, f"{table} has {rank} columns"
+        found["markov_kind"] = kind, f"the tensors are of a {kind} head"
+    found["has_confidence"] = (
+        has_confidence,
+        f"there is {'a' if has_confidence else 'no'} tensor {name!r}",
+    )
+    if has_confidence:
+        shape = head_files.shape_of(head, name)
+        found["confidence_reads_token"] = shape[1] != width, f"{name} is {list(shape)}"
+    return found
+
+
+# Which layers are causal, read and written.
 
 
 def _causal_layers(raw: Json, said: Json, windows: Sequence[int | None]) -> tuple[bool, ...]:
@@ -202,146 +357,175 @@ def _check_windows(
             )
 
 
-def _values(raw: Json, said: Json, keys: Sequence[str]) -> Json:
-    """Returns what config.json says of some keys, at the top or below it.
-
-    A key that is null is kept if it has no other value.
-
-    Raises:
-      ValueError: both say something, and not the same.
-    """
-    found = {}
-    for key in keys:
-        values = [each[key] for each in (raw, said) if each.get(key) is not None]
-        if any(value != values[0] for value in values):
-            raise ValueError(
-                f"{key}={shown(values[0])}, and {OWN_KEY}.{key}={shown(values[1])}; they must "
-                "agree: use the file as it was published."
-            )
-        if values or key in raw or key in said:
-            found[key] = values[0] if values else None
-    return found
+def _in_windows(config: DFlashConfig) -> tuple[bool, ...]:
+    windows = config.layers.layer_windows or (None,) * config.layers.num_layers
+    return tuple(window is not None for window in windows)
 
 
-def _of_dspark(head: Head, raw: Json, from_anchor: bool, width: int) -> dict[str, Any]:
-    """Returns what a DSpark head has besides a block, by the fields of DFlashConfig.
-
-    Args:
-      raw: from `_values`.
-
-    Raises:
-      ValueError: config.json and the tensors disagree, or this is not supported.
-    """
-    markov = _markov(head, raw, from_anchor)
-    name = f"{CONFIDENCE}weight"
-    has_confidence = name in head.tensors
-    if flag(raw, "enable_confidence_head", has_confidence) != has_confidence:
-        raise ValueError(
-            f"enable_confidence_head={shown(not has_confidence)}, and there is "
-            f"{'a' if has_confidence else 'no'} tensor {name!r}; use both files as they were "
-            "published."
-        )
-    if not has_confidence:
-        return markov
-    reads_token = head_files.shape_of(head, name)[1] != width
-    if flag(raw, "confidence_head_with_markov", reads_token) != reads_token:
-        raise ValueError(
-            f"confidence_head_with_markov={shown(not reads_token)}, and {name} is "
-            f"{list(head.tensors[name].shape)}; use both files as they were published."
-        )
-    if reads_token and not markov["markov_rank"]:
-        raise ValueError(f"{name} reads a token's embedding, and there is no Markov head.")
-    return markov | {"has_confidence": True, "confidence_reads_token": reads_token}
+def _is_causal_in_windows(config: DFlashConfig) -> bool:
+    """Returns whether the layers with a window, and no others, are causal."""
+    return config.causal_layers == _in_windows(config)
 
 
-def _markov(head: Head, raw: Json, from_anchor: bool) -> dict[str, Any]:
-    """Returns width and kind of a Markov head, by their fields; the width is 0 where there is none.
-
-    Args:
-      raw: from `_values`.
-
-    Raises:
-      ValueError: config.json and the tensors disagree, or the head is recurrent and its training
-        code and its publisher's drafter begin with different rows.
-    """
-    said = size(raw, "markov_rank", 0, least=0)
-    name = f"{MARKOV}markov_w1.weight"
-    stored = head_files.shape_of(head, name)[1] if said or name in head.tensors else 0
-    if "markov_rank" in raw and said != stored:
-        raise ValueError(
-            f"markov_rank={shown(raw['markov_rank'])}, and {name} has {stored} columns; they must "
-            "agree."
-        )
-    has = lambda kind: stored and f"{MARKOV}{dspark.MATRICES[kind]}.weight" in head.tensors
-    kind = next(filter(has, dspark.MATRICES), dspark.VANILLA)
-    if stored and (named := raw.get("markov_head_type") or kind) != kind:
-        raise ValueError(
-            f"markov_head_type={shown(named)}, and the tensors are of a {kind} head; they must "
-            "agree: use both files as they were published."
-        )
-    if kind == dspark.RNN and not from_anchor:
-        raise ValueError(
-            "a recurrent Markov head with sample_from_anchor=false is not supported; training code "
-            "differs in whether its state begins with the anchor."
-        )
-    return {"markov_rank": stored, "markov_kind": kind}
+def _said_of_causality(config: DFlashConfig) -> tuple[Json, Json]:
+    """Returns what a flat config.json says of causal layers, and its `dflash_config`."""
+    if _is_causal_in_windows(config):
+        return ({"sliding_window_non_causal": False} if any(_in_windows(config)) else {}), {}
+    (is_causal,) = {*config.causal_layers}
+    # z-lab reads the first, vLLM the last, and some releases of it the second.
+    top = {"is_causal": is_causal, "sliding_window_non_causal": not is_causal}
+    return top, {"causal": is_causal}
 
 
-def _check_kind(head: Head) -> None:
-    """Raises ValueError for heads that are more than their kind."""
-    said, others = head.kind.removeprefix("a ").removesuffix(" head"), _OTHERS
-    for parts in (_PARTS_OF_DSPARK, _PARTS_OF_DFLASH2):
-        if said not in parts.values():
-            others = others | parts
-    for name in head.tensors:
-        for part, kind in others.items():
-            if part in name:
-                raise ValueError(
-                    f"tensor {name!r:.200} is of {kind}, which is not supported in a config.json "
-                    f"of {said}."
-                )
+# Writing.
 
 
-def _said(raw: Json) -> Json:
-    """Returns `dflash_config`, {} where there is none."""
-    said = raw.get(OWN_KEY)
-    if said is None:
-        return {}
-    if not isinstance(said, dict):
-        raise ValueError(f"{OWN_KEY}={shown(said)} must be an object.")
-    of_kind = dflash2_files.KEYS if is_dflash2(raw) else ()
-    known = (*_KNOWN, *(_KNOWN_OF_DSPARK if is_dspark(raw) else of_kind))
-    if unknown := sorted(set(said) - set(known)):
-        raise ValueError(
-            f"{OWN_KEY} has the keys {shown(unknown)}, which are not supported; expected some of "
-            f"{', '.join(known)}."
-        )
-    require(said, _PROJECTOR, (None, DSPARK if is_dspark(raw) else "dflash"), None)
-    for key in ("use_swa", "attention_sink_bias"):
-        if said.get(key):
-            raise ValueError(f"{OWN_KEY}.{key}={shown(said[key])} is not supported; leave it out.")
-    return said
+def _family_in(config: DFlashConfig) -> _Family:
+    """Returns the family of a head; DSpark may lack all of what makes one but a part."""
+    is_dflash2 = config.conv_kernel_size > 0 or config.markov_kind == dspark.SELECTOR
+    if config.has_confidence or (config.markov_rank > 0 and not is_dflash2):
+        return _DSPARK
+    return _DFLASH2 if is_dflash2 else _DFLASH
 
 
-def _aux_ids(
-    raw: Json, said: Json, depth: int, num_layers: int, aux_layer_ids: Sequence[int] | None
-) -> tuple[Any, str, bool]:
-    """Returns the layers that are captured, where that is said, and whether outputs are named."""
-    if aux_layer_ids is not None:
-        return aux_layer_ids, "aux_layer_ids", False
-    if raw.get(AUX_KEY) is not None:
-        return raw[AUX_KEY], AUX_KEY, False
-    if said.get(OUTPUTS_KEY) is not None:
-        return said[OUTPUTS_KEY], f"{OWN_KEY}.{OUTPUTS_KEY}", True
-    if raw.get(OUTPUTS_KEY) is not None:
-        return raw[OUTPUTS_KEY], OUTPUTS_KEY, True
-    # As the published code has it: evenly from the second layer to the last but two.
-    first, last = 1, depth - 3
-    steps = (
-        [depth // 2]
-        if num_layers == 1
-        else [
-            round(first + index * (last - first) / (num_layers - 1)) for index in range(num_layers)
-        ]
+def _layers(config: DFlashConfig) -> Json:
+    windows = _in_windows(config)
+    types = ["sliding_attention" if is_in else "full_attention" for is_in in windows]
+    return head_writing.layers_json(config, "qwen3") | {"layer_types": types}
+
+
+def _outputs(config: DFlashConfig) -> list[int]:
+    return [layer - 1 for layer in config.aux_layers]
+
+
+def _flat(config: DFlashConfig, target: OfTarget) -> Json:
+    """Returns the config.json of z-lab and SpecForge."""
+    assert target.config is not None
+    own, family = config.layers, _family_in(config)
+    top, said = _said_of_causality(config)
+    said |= keys.unparse(family.keys, config)
+    if family is _DFLASH2:
+        said |= dflash2_files.scales(config, target.config)
+    if family is _DSPARK:
+        said |= {
+            _PROJECTOR: DSPARK,
+            "attention_mode": "gqa" if own.num_kv_heads < own.num_heads else "mha",
+            "confidence_head_alpha": 1.0 if config.has_confidence else 0.0,  # of its loss
+            "sample_from_anchor": True,
+        }
+    return {
+        **_layers(config),
+        **top,
+        "architectures": [family.class_name],
+        "block_size": config.block_size,
+        "num_target_layers": target.config.num_layers,
+        OWN_KEY: {"mask_token_id": config.mask_token_id, OUTPUTS_KEY: _outputs(config), **said},
+    }
+
+
+def _deepspec(config: DFlashConfig, target: OfTarget) -> Json:
+    assert target.config is not None
+    top, _ = _said_of_causality(config)
+    return {
+        **_layers(config),
+        **keys.unparse(_OF_DSPARK, config),
+        **top,
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": config.block_size,
+        "num_target_layers": target.config.num_layers,
+        OUTPUTS_KEY: _outputs(config),
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": True,
+        "num_anchors": 1,  # of training alone; its class asks for it
+    }
+
+
+def _nested(config: DFlashConfig, target: OfTarget) -> Json:
+    family = _family_in(config)
+    own = {
+        "draft_vocab_size": config.vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        AUX_KEY: [*config.aux_layers],
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.samples_from_anchor,
+        "sliding_window_non_causal": not _is_causal_in_windows(config),
+    }
+    return keys.unparse(family.keys, config) | head_writing.speculators_json(
+        family.name, family.class_name, config.most_drafts, target, own, _layers(config)
     )
-    return steps, "the default, for lack of a word in config.json", True
+
+
+def _is_one_size(config: DFlashConfig) -> bool:
+    return len({*config.layers.layer_windows} - {None}) <= 1
+
+
+_GIVEN = {
+    **AS_WIDE_AS_TARGET,
+    **BIASES_OF_ALL,
+    "layers.qk_norm": True,
+    "layers.mlp_bias": False,
+    "layers.layer_windows": _is_one_size,
+}
+_GIVEN_NESTED = _GIVEN | {
+    "causal_layers": lambda c: _is_causal_in_windows(c) or not any(c.causal_layers)
+}
+_GIVEN_FLAT = _GIVEN | {
+    "causal_layers": lambda c: _is_causal_in_windows(c) or len({*c.causal_layers}) == 1,
+    "maps_vocabulary": False,
+}
+_NO_TABLES = {"has_embedding": False, "has_head": False}
+_TABLES = {"has_embedding": True, "has_head": True}
+_FROM_ANCHOR, _FROM_MASKS = {"samples_from_anchor": True}, {"samples_from_anchor": False}
+
+
+def _unsaid_of_depth(config: DFlashConfig, target: OfTarget) -> list[str]:
+    del config
+    return [] if target.config is not None else ["the target's number of layers (pass target=)"]
+
+
+def _unsaid_of_scales(config: DFlashConfig, target: OfTarget) -> list[str]:
+    scales = dflash2_files.scales(config, target.config)
+    return [f"{key}={value} of the target" for key, value in scales.items()]
+
+
+def _naming(raw: Any, readers: tuple[str, ...], given: Json) -> Naming:
+    """Returns a naming whose config.json says how deep the target is."""
+    given = _GIVEN_FLAT | given
+    return Naming(raw, dflash.weights_of, readers, given, _unsaid_of_depth)
+
+
+_NESTED = Naming(_nested, dflash.weights_of, ("vLLM",), _GIVEN_NESTED, nested=NESTED)
+_Z_LAB = _naming(_flat, ("vLLM", "SGLang", "sglang-jax"), _NO_TABLES | _FROM_MASKS)
+_KINDS = {
+    # SpecForge writes DFlash heads as z-lab does.
+    _DFLASH: Kind(
+        "dflash", "DFlash", {"z-lab": _Z_LAB, "specforge": _Z_LAB, "speculators": _NESTED}
+    ),
+    _DFLASH2: Kind(
+        "dflash",
+        "DFlash2",
+        {
+            "z-lab": _Z_LAB._replace(readers=("vLLM", "SGLang")),
+            "speculators": _NESTED._replace(
+                given=_GIVEN_NESTED | _FROM_MASKS | {"maps_vocabulary": False},
+                unsaid=_unsaid_of_scales,
+            ),
+        },
+    ),
+    _DSPARK: Kind(
+        "dspark",
+        "DSpark",
+        {
+            "specforge": _naming(_flat, ("SGLang", "sglang-jax"), _NO_TABLES | _FROM_ANCHOR),
+            "speculators": _NESTED,
+            "deepspec": _naming(
+                _deepspec, ("vLLM", "SGLang", "sglang-jax"), _TABLES | _FROM_ANCHOR
+            ),
+        },
+    ),
+}
+
+
+def kind_of(config: DFlashConfig) -> Kind:
+    return _KINDS[_family_in(config)]
