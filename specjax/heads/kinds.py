@@ -21,7 +21,8 @@ from specjax.heads.equations.eagle3 import Eagle3Config
 from specjax.heads.equations.medusa import MedusaConfig
 from specjax.heads.equations.mlp_speculator import MlpSpeculatorConfig
 from specjax.heads.namings import mtp_files
-from specjax.heads.namings.dflash_files import is_dflash, is_dspark, read_dflash
+from specjax.heads.namings.dflash_files import is_dflash, read_dflash
+from specjax.heads.namings.dspark_files import is_dspark
 from specjax.heads.namings.eagle1_files import is_eagle, read_eagle
 from specjax.heads.namings.eagle_files import is_eagle3, read_eagle3
 from specjax.heads.namings.head_files import FoundHead

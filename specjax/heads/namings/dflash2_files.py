@@ -7,7 +7,8 @@ from typing import Any
 from specjax.heads.equations import dspark
 from specjax.heads.equations.dflash import DFlashConfig
 from specjax.heads.namings import head_files
-from specjax.heads.namings.head_files import Body, Head
+from specjax.heads.namings.head_files import Head
+from specjax.heads.namings.head_layers import Body
 from specjax.heads.namings.keys import Key
 from specjax.models.base import Json, ModelConfig
 from specjax.models.config_values import MAX_SIZE, optional_number, shown, size

@@ -12,10 +12,18 @@ from typing import Any, NamedTuple
 from specjax.config.speculation import MAX_DEPTH
 from specjax.heads.equations import dflash, dflash2, dspark
 from specjax.heads.equations.dflash import DFlashConfig
-from specjax.heads.equations.dspark import CONFIDENCE, MARKOV
-from specjax.heads.namings import dflash2_files, head_files, head_writing, keys
+from specjax.heads.namings import (
+    dflash2_files,
+    dspark_files,
+    head_files,
+    head_layers,
+    head_writing,
+    keys,
+)
 from specjax.heads.namings.dflash2_files import is_dflash2
-from specjax.heads.namings.head_files import NESTED, Head, Parsed, Place, Reader
+from specjax.heads.namings.dspark_files import is_dspark
+from specjax.heads.namings.head_files import NESTED, Head, Parsed, Reader
+from specjax.heads.namings.head_layers import Place
 from specjax.heads.namings.head_writing import (
     AS_WIDE_AS_TARGET,
     BIASES_OF_ALL,
@@ -36,7 +44,6 @@ from specjax.models.config_values import (
 )
 
 DFLASH_CLASSES = "DFlashDraftModel", "DFlashSpeculator"
-DSPARK = "dspark"  # in names of classes, of which there are several
 OWN_KEY = "dflash_config"
 AUX_KEY, OUTPUTS_KEY = "aux_hidden_state_layer_ids", "target_layer_ids"
 _PROJECTOR = "projector_type"  # the kind of head, as SpecForge names it
@@ -53,27 +60,13 @@ _KNOWN = (
 )
 
 
-def _rank(raw: Json, name: str, stored: int) -> int:
-    """Returns the width of a Markov head; null says that there is none."""
-    return size(raw, name, 0, least=0) if name in raw else stored
-
-
-# At the top or in OWN_KEY, of DSpark; tensors tell them all.
-_OF_DSPARK = (
-    Key("markov_rank", "markov_rank", _rank),
-    Key("markov_head_type", "markov_kind", lambda raw, name, stored: raw.get(name) or stored),
-    Key("enable_confidence_head", "has_confidence"),
-    Key("confidence_head_with_markov", "confidence_reads_token"),
-)
-
-
 class _Family(NamedTuple):
     """A kind of DFlash head.
 
     Attributes:
       name, class_name: in config.json.
       keys: that it has beside those of a block, at the top or in OWN_KEY.
-      of_training: more keys that its OWN_KEY may have.
+      others: more keys that its OWN_KEY may have.
       parts: of names of tensors that it alone has.
     """
 
@@ -81,7 +74,7 @@ class _Family(NamedTuple):
     name: str
     class_name: str
     keys: tuple[Key, ...] = ()
-    of_training: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
 
 
@@ -91,15 +84,16 @@ _DFLASH2 = _Family(
     dflash2_files.NAME,
     dflash2_files.CLASS,
     dflash2_files.SIZES,
-    parts=(*dflash2.CONVOLUTIONS, dflash2.CANDIDATES),
+    dflash2_files.SCALES,
+    (*dflash2.CONVOLUTIONS, dflash2.CANDIDATES),
 )
 _DSPARK = _Family(
     "DSpark",
-    DSPARK,
+    dspark_files.NAME,
     "DSparkDraftModel",
-    _OF_DSPARK,
-    ("attention_mode", "confidence_head_alpha"),
-    (MARKOV, "confidence_head."),
+    dspark_files.KEYS,
+    dspark_files.KEYS_OF_TRAINING,
+    dspark_files.PARTS,
 )
 # Parts of names of tensors that are not read, and whose they are.
 _UNREAD = {
@@ -114,13 +108,6 @@ def is_dflash(raw: Json) -> bool:
         raw.get("speculators_model_type") == "dflash"
         or is_dflash2(raw)
         or any(one in DFLASH_CLASSES for one in head_files.classes_of(raw))
-    )
-
-
-def is_dspark(raw: Json) -> bool:
-    """Returns whether a config.json says that its folder holds a DSpark head."""
-    return raw.get("speculators_model_type") == DSPARK or any(
-        DSPARK in str(one).lower() for one in head_files.classes_of(raw)
     )
 
 
@@ -150,28 +137,21 @@ def _parse(head: Head, target: ModelConfig) -> Parsed:
             f"num_target_layers={shown(depth)}, and this target has {target.num_layers} layers. "
             "Give the head that was trained for it."
         )
-    body = head_files.body_of(
+    body = head_layers.body_of(
         head, target, "layers.0.", num_layers, target_width=width, windows=windows
     )
     causal_layers = _causal_layers(raw, said, windows or (None,) * num_layers)
     # Of several places, the first counts.
     places = [place for place in _places(raw, said) if place.ids is not None][:1]
     usual = _usual_layers(target.num_layers, num_layers)
-    aux, note = head_files.captured_layers(head, target, places, usual)
-    block = _values(raw, said, _BLOCK_KEYS)
-    from_anchor = flag(block, "sample_from_anchor", family is _DSPARK)
-    if block.get("mask_token_id") is None:
-        raise ValueError(f"mask_token_id is missing, at the top and in {OWN_KEY}; add it.")
-    mask_token_id = token_id("mask_token_id", block["mask_token_id"], target.vocab_size)
-    assert mask_token_id is not None
-    block_size = size(
-        block, "block_size", least=1 if from_anchor else 2, most=MAX_DEPTH + (not from_anchor)
-    )
+    aux, note = head_layers.captured_layers(head, target, places, usual)
+    block = _block_of(_values(raw, said, _BLOCK_KEYS), target, is_dspark=family is _DSPARK)
+    block_size, from_anchor = block["block_size"], block["samples_from_anchor"]
     _check_windows(windows, causal_layers, block_size)
     more = {}
     if family is _DSPARK:
-        values = _values(raw, said, [key.name for key in _OF_DSPARK])
-        more = _of_dspark(head, values, from_anchor, body.layers.hidden_size)
+        values = _values(raw, said, [key.name for key in dspark_files.KEYS])
+        more = dspark_files.own_fields(head, values, from_anchor, body.layers.hidden_size)
     elif family is _DFLASH2:
         more = dflash2_files.own_fields(head, said, target, body, from_anchor, block_size)
     config = DFlashConfig(
@@ -179,14 +159,13 @@ def _parse(head: Head, target: ModelConfig) -> Parsed:
         target_vocab_size=target.vocab_size,
         target_hidden_size=target.hidden_size,
         aux_layers=aux,
-        block_size=block_size,
-        mask_token_id=mask_token_id,
         causal_layers=causal_layers,
-        samples_from_anchor=from_anchor,
+        **block,
         **body.tables,
         **more,
     )
-    notes = [note, f"drafts blocks of {block_size} with token {mask_token_id} as their mask"]
+    masks = f"drafts blocks of {block_size} with token {config.mask_token_id} as their mask"
+    notes = [note, masks]
     if family is _DSPARK and not config.markov_rank:
         notes.append("has no Markov head: each token is drafted as DFlash does")
     if config.has_confidence:
@@ -218,15 +197,13 @@ def _said(raw: Json, family: _Family) -> Json:
         return {}
     if not isinstance(said, dict):
         raise ValueError(f"{OWN_KEY}={shown(said)} must be an object.")
-    known = [*_KNOWN, *(key.name for key in family.keys), *family.of_training]
-    if family is _DFLASH2:
-        known += dflash2_files.SCALES
+    known = [*_KNOWN, *(key.name for key in family.keys), *family.others]
     if unknown := sorted(set(said) - set(known)):
         raise ValueError(
             f"{OWN_KEY} has the keys {shown(unknown)}, which are not supported; expected some of "
             f"{', '.join(known)}."
         )
-    require(said, _PROJECTOR, (None, DSPARK if family is _DSPARK else "dflash"), None)
+    require(said, _PROJECTOR, (None, dspark_files.NAME if family is _DSPARK else "dflash"), None)
     for key in ("use_swa", "attention_sink_bias"):
         if said.get(key):
             raise ValueError(f"{OWN_KEY}.{key}={shown(said[key])} is not supported; leave it out.")
@@ -254,6 +231,20 @@ def _values(raw: Json, said: Json, names: Sequence[str]) -> Json:
     return found
 
 
+def _block_of(raw: Json, target: ModelConfig, *, is_dspark: bool) -> dict[str, Any]:
+    """Returns the tokens of a block, by the fields of DFlashConfig."""
+    from_anchor = flag(raw, "sample_from_anchor", is_dspark)
+    least, most = (1, MAX_DEPTH) if from_anchor else (2, MAX_DEPTH + 1)
+    mask = token_id("mask_token_id", raw.get("mask_token_id"), target.vocab_size)
+    if mask is None:
+        raise ValueError(f"mask_token_id is missing, at the top and in {OWN_KEY}; add it.")
+    return {
+        "block_size": size(raw, "block_size", least=least, most=most),
+        "mask_token_id": mask,
+        "samples_from_anchor": from_anchor,
+    }
+
+
 def _places(raw: Json, said: Json) -> list[Place]:
     return [
         Place(raw.get(AUX_KEY), AUX_KEY, False),
@@ -271,59 +262,6 @@ def _usual_layers(depth: int, num_layers: int) -> list[int]:
         return [depth // 2 + 1]
     places = range(num_layers)
     return [1 + round(1 + index * (depth - 4) / (num_layers - 1)) for index in places]
-
-
-def _of_dspark(head: Head, raw: Json, from_anchor: bool, width: int) -> dict[str, Any]:
-    """Returns what a DSpark head has besides a block, by the fields of DFlashConfig.
-
-    Args:
-      raw: from `_values`.
-
-    Raises:
-      ValueError: config.json and the tensors disagree, or this is not supported.
-    """
-    found = _stored_of_dspark(head, width)
-    for key in _OF_DSPARK:
-        if key.field not in found:
-            continue
-        value, where = found[key.field]
-        if key.read(raw, key.name, value) != value:
-            raise ValueError(
-                f"{key.name}={shown(raw[key.name])}, and {where}; they must agree: use both files "
-                "as they were published."
-            )
-    fields = {field: value for field, (value, _) in found.items()}
-    if fields.get("markov_kind") == dspark.RNN and not from_anchor:
-        raise ValueError(
-            "a recurrent Markov head with sample_from_anchor=false is not supported; training code "
-            "differs in whether its state begins with the anchor."
-        )
-    if fields.get("confidence_reads_token") and not fields["markov_rank"]:
-        raise ValueError(
-            f"{CONFIDENCE}weight reads a token's embedding, and there is no Markov head."
-        )
-    return fields
-
-
-def _stored_of_dspark(head: Head, width: int) -> dict[str, tuple[Any, str]]:
-    """Returns what tensors tell of a DSpark head, by field, and what tells it."""
-    tensors, table, name = head.tensors, f"{MARKOV}markov_w1.weight", f"{CONFIDENCE}weight"
-    has_confidence = name in tensors
-    found: dict[str, tuple[Any, str]] = {"markov_rank": (0, f"there is no tensor {table!r}")}
-    if table in tensors:
-        rank = head_files.shape_of(head, table)[1]
-        has = lambda kind: f"{MARKOV}{dspark.MATRICES[kind]}.weight" in tensors
-        kind = next(filter(has, dspark.MATRICES), dspark.VANILLA)
-        found["markov_rank"] = rank, f"{table} has {rank} columns"
-        found["markov_kind"] = kind, f"the tensors are of a {kind} head"
-    found["has_confidence"] = (
-        has_confidence,
-        f"there is {'a' if has_confidence else 'no'} tensor {name!r}",
-    )
-    if has_confidence:
-        shape = head_files.shape_of(head, name)
-        found["confidence_reads_token"] = shape[1] != width, f"{name} is {list(shape)}"
-    return found
 
 
 # Which layers are causal, read and written.
@@ -408,7 +346,7 @@ def _flat(config: DFlashConfig, target: OfTarget) -> Json:
         said |= dflash2_files.scales(config, target.config)
     if family is _DSPARK:
         said |= {
-            _PROJECTOR: DSPARK,
+            _PROJECTOR: dspark_files.NAME,
             "attention_mode": "gqa" if own.num_kv_heads < own.num_heads else "mha",
             "confidence_head_alpha": 1.0 if config.has_confidence else 0.0,  # of its loss
             "sample_from_anchor": True,
@@ -428,7 +366,7 @@ def _deepspec(config: DFlashConfig, target: OfTarget) -> Json:
     top, _ = _said_of_causality(config)
     return {
         **_layers(config),
-        **keys.unparse(_OF_DSPARK, config),
+        **keys.unparse(dspark_files.KEYS, config),
         **top,
         "architectures": ["Qwen3DSparkModel"],
         "block_size": config.block_size,
@@ -474,9 +412,6 @@ _GIVEN_FLAT = _GIVEN | {
     "causal_layers": lambda c: _is_causal_in_windows(c) or len({*c.causal_layers}) == 1,
     "maps_vocabulary": False,
 }
-_NO_TABLES = {"has_embedding": False, "has_head": False}
-_TABLES = {"has_embedding": True, "has_head": True}
-_FROM_ANCHOR, _FROM_MASKS = {"samples_from_anchor": True}, {"samples_from_anchor": False}
 
 
 def _unsaid_of_depth(config: DFlashConfig, target: OfTarget) -> list[str]:
@@ -489,43 +424,39 @@ def _unsaid_of_scales(config: DFlashConfig, target: OfTarget) -> list[str]:
     return [f"{key}={value} of the target" for key, value in scales.items()]
 
 
-def _naming(raw: Any, readers: tuple[str, ...], given: Json) -> Naming:
-    """Returns a naming whose config.json says how deep the target is."""
-    given = _GIVEN_FLAT | given
-    return Naming(raw, dflash.weights_of, readers, given, _unsaid_of_depth)
+def _naming(raw: Any, readers: tuple[str, ...], *, tables: bool, from_anchor: bool) -> Naming:
+    """Returns a naming with the target's number of layers in config.json.
+
+    Args:
+      tables: whether its readers expect that a head has its own embedding and matrix.
+      from_anchor: whether they expect that the first row drafts.
+    """
+    expected = {"has_embedding": tables, "has_head": tables, "samples_from_anchor": from_anchor}
+    return Naming(raw, dflash.weights_of, readers, _GIVEN_FLAT | expected, _unsaid_of_depth)
 
 
 _NESTED = Naming(_nested, dflash.weights_of, ("vLLM",), _GIVEN_NESTED, nested=NESTED)
-_Z_LAB = _naming(_flat, ("vLLM", "SGLang", "sglang-jax"), _NO_TABLES | _FROM_MASKS)
-_KINDS = {
+_ALL = "vLLM", "SGLang", "sglang-jax"
+_Z_LAB = _naming(_flat, _ALL, tables=False, from_anchor=False)
+_NAMINGS = {
     # SpecForge writes DFlash heads as z-lab does.
-    _DFLASH: Kind(
-        "dflash", "DFlash", {"z-lab": _Z_LAB, "specforge": _Z_LAB, "speculators": _NESTED}
-    ),
-    _DFLASH2: Kind(
-        "dflash",
-        "DFlash2",
-        {
-            "z-lab": _Z_LAB._replace(readers=("vLLM", "SGLang")),
-            "speculators": _NESTED._replace(
-                given=_GIVEN_NESTED | _FROM_MASKS | {"maps_vocabulary": False},
-                unsaid=_unsaid_of_scales,
-            ),
-        },
-    ),
-    _DSPARK: Kind(
-        "dspark",
-        "DSpark",
-        {
-            "specforge": _naming(_flat, ("SGLang", "sglang-jax"), _NO_TABLES | _FROM_ANCHOR),
-            "speculators": _NESTED,
-            "deepspec": _naming(
-                _deepspec, ("vLLM", "SGLang", "sglang-jax"), _TABLES | _FROM_ANCHOR
-            ),
-        },
-    ),
+    _DFLASH: {"z-lab": _Z_LAB, "specforge": _Z_LAB, "speculators": _NESTED},
+    _DFLASH2: {
+        "z-lab": _Z_LAB._replace(readers=("vLLM", "SGLang")),
+        "speculators": _NESTED._replace(
+            given=_GIVEN_NESTED | {"samples_from_anchor": False, "maps_vocabulary": False},
+            unsaid=_unsaid_of_scales,
+        ),
+    },
+    _DSPARK: {
+        "specforge": _naming(_flat, ("SGLang", "sglang-jax"), tables=False, from_anchor=True),
+        "speculators": _NESTED,
+        "deepspec": _naming(_deepspec, _ALL, tables=True, from_anchor=True),
+    },
 }
 
 
 def kind_of(config: DFlashConfig) -> Kind:
-    return _KINDS[_family_in(config)]
+    family = _family_in(config)
+    method = "dspark" if family is _DSPARK else "dflash"
+    return Kind(method, family.title, _NAMINGS[family])

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from specjax.heads.equations import eagle
 from specjax.heads.equations.eagle import FIRST_PREFIX, EagleConfig
-from specjax.heads.namings import head_files, head_writing, vllm_files
+from specjax.heads.namings import head_files, head_layers, head_writing, vllm_files
 from specjax.heads.namings.head_files import Head, Parsed, Reader
 from specjax.heads.namings.head_writing import Kind, Naming, OfTarget
 from specjax.models import two_places
@@ -51,8 +51,8 @@ def _parse(head: Head, target: ModelConfig) -> Parsed:
             f"there is a tensor '{FIRST_PREFIX}input_layernorm.weight', and the first layer of "
             "EAGLE has no such norm; use the file as it was published."
         )
-    num_layers = head_files.num_numbered_layers(tensors)
-    layers, tables = head_files.body_of(
+    num_layers = head_layers.num_numbered_layers(tensors)
+    layers, tables = head_layers.body_of(
         head, target, FIRST_PREFIX, num_layers, ties_head=False, is_whole=not is_of_vllm
     )
     fc, width = head_files.shape_of(head, "fc.weight"), layers.hidden_size

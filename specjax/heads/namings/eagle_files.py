@@ -13,8 +13,9 @@ from typing import Any
 
 from specjax.heads.equations import eagle3
 from specjax.heads.equations.eagle3 import FLAT_PREFIX, MASK_HIDDEN, NUMBERED_PREFIX, Eagle3Config
-from specjax.heads.namings import head_files, head_writing, keys
-from specjax.heads.namings.head_files import NESTED, Head, Parsed, Place, Reader
+from specjax.heads.namings import head_files, head_layers, head_writing, keys
+from specjax.heads.namings.head_files import NESTED, Head, Parsed, Reader
+from specjax.heads.namings.head_layers import Place
 from specjax.heads.namings.head_writing import (
     AS_WIDE_AS_TARGET,
     BIASES_OF_ALL,
@@ -79,13 +80,14 @@ def _parse(head: Head, target: ModelConfig) -> Parsed:
     if flags["norm_before_fc"] and flags["has_fc_norms"]:
         raise ValueError("tensors input_norm.* and fc_norm.* exclude each other; expected one.")
     _check_not_over_one_state(head, size(head.own, "hidden_size"))
-    prefix = FLAT_PREFIX if any(map(_is_flat, tensors)) else NUMBERED_PREFIX
-    num_layers = head_files.num_numbered_layers(tensors, starts=int(prefix == FLAT_PREFIX))
+    is_flat = any(name.startswith(FLAT_PREFIX) for name in tensors)
+    prefix = FLAT_PREFIX if is_flat else NUMBERED_PREFIX
+    num_layers = head_layers.num_numbered_layers(tensors, starts=int(is_flat))
     width = size(raw, "target_hidden_size", target.hidden_size)
-    body = head_files.body_of(head, target, prefix, num_layers, target_width=width)
+    body = head_layers.body_of(head, target, prefix, num_layers, target_width=width)
     # Where nothing is said, they are 2, the middle one, and the last but two.
     usual = 2, target.num_layers // 2, target.num_layers - 3
-    aux, note = head_files.captured_layers(head, target, _places(raw), usual)
+    aux, note = head_layers.captured_layers(head, target, _places(raw), usual)
     mask = _mask_token_id(head, target)
     if mask is not None:
         masks = f"P-EAGLE: drafts all tokens in one pass, with token {mask} as their mask"
@@ -101,10 +103,6 @@ def _parse(head: Head, target: ModelConfig) -> Parsed:
         **body.tables,
     )
     return Parsed(head, config, eagle3.weights_of(config, prefix), [note, *notes])
-
-
-def _is_flat(name: str) -> bool:
-    return name.startswith(FLAT_PREFIX)
 
 
 read_eagle3 = Reader("an EAGLE-3 head", _parse, captures=True, prepare=_with_flat_mask)

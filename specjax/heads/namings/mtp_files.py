@@ -11,7 +11,7 @@ from pathlib import Path
 
 from specjax.heads.equations import eagle
 from specjax.heads.equations.eagle import MTP_PREFIX, EagleConfig
-from specjax.heads.namings import head_files, head_writing
+from specjax.heads.namings import head_files, head_layers, head_writing
 from specjax.heads.namings.head_files import NESTED, Head, Parsed, Reader
 from specjax.heads.namings.head_writing import BIASES_OF_ALL, Kind, Naming, OfTarget
 from specjax.models.base import Json, ModelConfig, before_final_norm
@@ -80,7 +80,7 @@ def _parse(head: Head, target: ModelConfig) -> Parsed:
         _check_dense(head)
     require(head.own, "use_sliding_window", (False, None), False)
     prefix = MTP_PREFIX if is_alone else OWN_PREFIX
-    layers, tables = head_files.body_of(head, target, prefix, 1, ties_head=False, is_whole=True)
+    layers, tables = head_layers.body_of(head, target, prefix, 1, ties_head=False, is_whole=True)
     config = EagleConfig(
         layers=layers,
         target_vocab_size=target.vocab_size,
