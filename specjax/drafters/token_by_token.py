@@ -19,7 +19,7 @@ from jax import Array
 
 from specjax.drafters.base import NOT_KEPT, Draft, DrafterContext
 from specjax.drafters.draws import draw_siblings, noise_keys
-from specjax.paged.forward import make_tree_batch
+from specjax.paged.forward import make_batch, make_tree_batch
 from specjax.sampling import TreeHistory, choose_tokens, process_logits
 from specjax.sampling.processing import History
 from specjax.sampling.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
@@ -332,6 +332,20 @@ def head_vocabulary(
     if config.has_head:
         return own_vocabulary(params, config)
     return Vocabulary.of_width(width, config.target_vocab_size, context.tensor_axis)
+
+
+def batch_of_rows(decode_state: Any, first: Array, counts: Array, num_tokens: int) -> TokenBatch:
+    """Lays out `counts` tokens of each row's text, from position `first` on; see `make_batch`."""
+    cache = decode_state.cache
+    return make_batch(
+        decode_state.history,
+        cache.block_table,
+        first,
+        counts,
+        num_tokens=num_tokens,
+        page_size=cache.page_size,
+        num_slots=cache.num_slots,
+    )
 
 
 def token_at(history: Array, positions: Array) -> Array:

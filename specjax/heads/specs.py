@@ -235,10 +235,6 @@ class NewestStateDrafter(_OverTarget, Shaped):
             )
         return dataclasses.replace(self, shape=shape)
 
-    def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
-        del target, dtype
-        return 0
-
     def build(self, context: DrafterContext) -> Drafter:
         return newest_state.drafter(self.config, context, self._cut(context.num_speculative_tokens))
 
