@@ -31,15 +31,18 @@ def is_dflash2(raw: Json) -> bool:
 
 
 def own_fields(
-    head: Head, said: Json, target: ModelConfig, body: Body, from_anchor: bool, block_size: int
+    head: Head, inner: Json, target: ModelConfig, body: Body, from_anchor: bool, block_size: int
 ) -> dict[str, Any]:
     """Returns what a DFlash2 head has besides a block, by the fields of DFlashConfig.
+
+    Args:
+      inner: its `dflash_config`, which counts before config.json itself.
 
     Raises:
       KeyError: a size is missing, and the head is not of `speculators`.
       ValueError: a value is impossible, or this is not supported.
     """
-    own, found = head.raw | {key: value for key, value in said.items() if value is not None}, {}
+    own, found = head.raw | {key: value for key, value in inner.items() if value is not None}, {}
     most = {"conv_kernel_size": block_size, "selector_top_k": target.vocab_size}
     for key in SIZES:
         usual = key.default if head.is_of_speculators else None

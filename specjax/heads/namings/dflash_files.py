@@ -127,10 +127,10 @@ def _titled(head: Head) -> Head:
 def _parse(head: Head, target: ModelConfig) -> Parsed:
     raw, own, family = head.raw, head.own, _family_of(head.raw)
     _check_tensors(head, family)
-    said = _said(raw, family)
+    inner = _inner_of(raw, family)
     num_layers = size(own, "num_hidden_layers", most=MAX_LAYERS)
     windows = layer_windows(own, ["full_attention"] * num_layers)
-    size(own, "vocab_size")  # is said, whatever the target's is
+    size(own, "vocab_size")  # is there, whatever the target's is
     width = size(raw, "target_hidden_size", size(own, "hidden_size"))
     if (depth := raw.get("num_target_layers")) not in (None, target.num_layers):
         raise ValueError(
@@ -140,20 +140,20 @@ def _parse(head: Head, target: ModelConfig) -> Parsed:
     body = head_layers.body_of(
         head, target, "layers.0.", num_layers, target_width=width, windows=windows
     )
-    causal_layers = _causal_layers(raw, said, windows or (None,) * num_layers)
+    causal_layers = _causal_layers(raw, inner, windows or (None,) * num_layers)
     # Of several places, the first counts.
-    places = [place for place in _places(raw, said) if place.ids is not None][:1]
+    places = [place for place in _places(raw, inner) if place.ids is not None][:1]
     usual = _usual_layers(target.num_layers, num_layers)
     aux, note = head_layers.captured_layers(head, target, places, usual)
-    block = _block_of(_values(raw, said, _BLOCK_KEYS), target, is_dspark=family is _DSPARK)
+    block = _block_of(_values(raw, inner, _BLOCK_KEYS), target, is_dspark=family is _DSPARK)
     block_size, from_anchor = block["block_size"], block["samples_from_anchor"]
     _check_windows(windows, causal_layers, block_size)
     more = {}
     if family is _DSPARK:
-        values = _values(raw, said, [key.name for key in dspark_files.KEYS])
+        values = _values(raw, inner, [key.name for key in dspark_files.KEYS])
         more = dspark_files.own_fields(head, values, from_anchor, body.layers.hidden_size)
     elif family is _DFLASH2:
-        more = dflash2_files.own_fields(head, said, target, body, from_anchor, block_size)
+        more = dflash2_files.own_fields(head, inner, target, body, from_anchor, block_size)
     config = DFlashConfig(
         layers=body.layers,
         target_vocab_size=target.vocab_size,
@@ -190,27 +190,27 @@ def _check_tensors(head: Head, family: _Family) -> None:
                 )
 
 
-def _said(raw: Json, family: _Family) -> Json:
+def _inner_of(raw: Json, family: _Family) -> Json:
     """Returns `dflash_config`, {} where there is none."""
-    said = raw.get(OWN_KEY)
-    if said is None:
+    inner = raw.get(OWN_KEY)
+    if inner is None:
         return {}
-    if not isinstance(said, dict):
-        raise ValueError(f"{OWN_KEY}={shown(said)} must be an object.")
+    if not isinstance(inner, dict):
+        raise ValueError(f"{OWN_KEY}={shown(inner)} must be an object.")
     known = [*_KNOWN, *(key.name for key in family.keys), *family.others]
-    if unknown := sorted(set(said) - set(known)):
+    if unknown := sorted(set(inner) - set(known)):
         raise ValueError(
             f"{OWN_KEY} has the keys {shown(unknown)}, which are not supported; expected some of "
             f"{', '.join(known)}."
         )
-    require(said, _PROJECTOR, (None, dspark_files.NAME if family is _DSPARK else "dflash"), None)
+    require(inner, _PROJECTOR, (None, dspark_files.NAME if family is _DSPARK else "dflash"), None)
     for key in ("use_swa", "attention_sink_bias"):
-        if said.get(key):
-            raise ValueError(f"{OWN_KEY}.{key}={shown(said[key])} is not supported; leave it out.")
-    return said
+        if inner.get(key):
+            raise ValueError(f"{OWN_KEY}.{key}={shown(inner[key])} is not supported; leave it out.")
+    return inner
 
 
-def _values(raw: Json, said: Json, names: Sequence[str]) -> Json:
+def _values(raw: Json, inner: Json, names: Sequence[str]) -> Json:
     """Returns what config.json says of some keys, at the top or below it.
 
     A key that is null is kept if it has no other value.
@@ -220,13 +220,13 @@ def _values(raw: Json, said: Json, names: Sequence[str]) -> Json:
     """
     found = {}
     for name in names:
-        values = [each[name] for each in (raw, said) if each.get(name) is not None]
+        values = [each[name] for each in (raw, inner) if each.get(name) is not None]
         if any(value != values[0] for value in values):
             raise ValueError(
                 f"{name}={shown(values[0])}, and {OWN_KEY}.{name}={shown(values[1])}; they must "
                 "agree: use the file as it was published."
             )
-        if values or name in raw or name in said:
+        if values or name in raw or name in inner:
             found[name] = values[0] if values else None
     return found
 
@@ -245,10 +245,10 @@ def _block_of(raw: Json, target: ModelConfig, *, is_dspark: bool) -> dict[str, A
     }
 
 
-def _places(raw: Json, said: Json) -> list[Place]:
+def _places(raw: Json, inner: Json) -> list[Place]:
     return [
         Place(raw.get(AUX_KEY), AUX_KEY, False),
-        Place(said.get(OUTPUTS_KEY), f"{OWN_KEY}.{OUTPUTS_KEY}", True),
+        Place(inner.get(OUTPUTS_KEY), f"{OWN_KEY}.{OUTPUTS_KEY}", True),
         Place(raw.get(OUTPUTS_KEY), OUTPUTS_KEY, True),
     ]
 
@@ -267,14 +267,14 @@ def _usual_layers(depth: int, num_layers: int) -> list[int]:
 # Which layers are causal, read and written.
 
 
-def _causal_layers(raw: Json, said: Json, windows: Sequence[int | None]) -> tuple[bool, ...]:
+def _causal_layers(raw: Json, inner: Json, windows: Sequence[int | None]) -> tuple[bool, ...]:
     """Returns for each layer whether a token of a block sees only those before it.
 
     What is_causal says holds for all layers, else `dflash_config.causal`, as servers have it.
     Otherwise it is those with a window, but where sliding_window_non_causal says that they are not:
     DFlash2 of `speculators` has that as its default.
     """
-    for holder, key in ((raw, "is_causal"), (said, "causal")):
+    for holder, key in ((raw, "is_causal"), (inner, "causal")):
         if holder.get(key) is not None:
             return (flag(holder, key, False),) * len(windows)
     is_of_dflash2 = raw.get("speculators_model_type") == dflash2_files.NAME
@@ -305,8 +305,8 @@ def _is_causal_in_windows(config: DFlashConfig) -> bool:
     return config.causal_layers == _in_windows(config)
 
 
-def _said_of_causality(config: DFlashConfig) -> tuple[Json, Json]:
-    """Returns what a flat config.json says of causal layers, and its `dflash_config`."""
+def _causality(config: DFlashConfig) -> tuple[Json, Json]:
+    """Returns what a flat config.json has on causal layers, and its `dflash_config`."""
     if _is_causal_in_windows(config):
         return ({"sliding_window_non_causal": False} if any(_in_windows(config)) else {}), {}
     (is_causal,) = {*config.causal_layers}
@@ -340,12 +340,12 @@ def _flat(config: DFlashConfig, target: OfTarget) -> Json:
     """Returns the config.json of z-lab and SpecForge."""
     assert target.config is not None
     own, family = config.layers, _family_in(config)
-    top, said = _said_of_causality(config)
-    said |= keys.unparse(family.keys, config)
+    top, inner = _causality(config)
+    inner |= keys.unparse(family.keys, config)
     if family is _DFLASH2:
-        said |= dflash2_files.scales(config, target.config)
+        inner |= dflash2_files.scales(config, target.config)
     if family is _DSPARK:
-        said |= {
+        inner |= {
             _PROJECTOR: dspark_files.NAME,
             "attention_mode": "gqa" if own.num_kv_heads < own.num_heads else "mha",
             "confidence_head_alpha": 1.0 if config.has_confidence else 0.0,  # of its loss
@@ -357,13 +357,13 @@ def _flat(config: DFlashConfig, target: OfTarget) -> Json:
         "architectures": [family.class_name],
         "block_size": config.block_size,
         "num_target_layers": target.config.num_layers,
-        OWN_KEY: {"mask_token_id": config.mask_token_id, OUTPUTS_KEY: _outputs(config), **said},
+        OWN_KEY: {"mask_token_id": config.mask_token_id, OUTPUTS_KEY: _outputs(config), **inner},
     }
 
 
 def _deepspec(config: DFlashConfig, target: OfTarget) -> Json:
     assert target.config is not None
-    top, _ = _said_of_causality(config)
+    top, _ = _causality(config)
     return {
         **_layers(config),
         **keys.unparse(dspark_files.KEYS, config),

@@ -216,20 +216,20 @@ class Place(NamedTuple):
 
 
 def captured_layers(
-    head: Head, target: ModelConfig, said: Sequence[Place], default: Sequence[int]
+    head: Head, target: ModelConfig, places: Sequence[Place], default: Sequence[int]
 ) -> tuple[tuple[int, ...], str]:
     """Returns the target's layers whose inputs are captured, and a note that says so.
 
     Args:
-      said: places in config.json, of which the first that says something counts, and the others
+      places: in config.json, of which the first that says something counts, and the others
         must agree; what a caller names goes before them.
       default: inputs, where nothing is said.
     """
     depth = target.num_layers
     if head.aux_layer_ids is not None:
-        said = [Place(head.aux_layer_ids, "aux_layer_ids", False)]
+        places = [Place(head.aux_layer_ids, "aux_layer_ids", False)]
     usual = Place(default, "the default, for lack of a word in config.json", False)
-    first, *others = [place for place in said if place.ids is not None] or [usual]
+    first, *others = [place for place in places if place.ids is not None] or [usual]
     for other in others:
         if other.inputs != first.inputs:
             raise ValueError(

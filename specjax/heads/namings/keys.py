@@ -17,7 +17,7 @@ class Key(NamedTuple):
       field: of the head's config, which it says.
       read: (config.json, name, default) -> the value; raises ValueError where it is impossible.
       default: where nothing is said; None: KeyError is raised.
-      tensor: whether it is there tells a flag, which config.json may not contradict.
+      tensor: tells a flag by being there; config.json may not say true without it.
     """
 
     name: str
