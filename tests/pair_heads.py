@@ -10,7 +10,7 @@ from head_equations import TARGET, VOCAB, attention_of, mlp, rms, rotated, wide
 
 import specjax
 from specjax.drafters.base import DrafterContext
-from specjax.drafters.token_by_token import of_head
+from specjax.drafters.token_by_token import Fed, of_head
 from specjax.heads.eagle import EagleHead
 from specjax.heads.specs import EagleDrafter
 from specjax.models.base import ModelConfig
@@ -169,9 +169,8 @@ class Rows:
         for ahead, token in enumerate(drafts[:-1], 1):
             history = history.at[row, root + ahead].set(token)
             positions = jnp.full(2, root + ahead, jnp.int32)
-            hidden, state = self.head.feed(
-                self.params, state, decode_state, history, positions, is_fed, hidden, ahead
-            )
+            fed = Fed(decode_state, history, positions, is_fed, hidden, ahead)
+            hidden, state = self.head.feed(self.params, state, fed)
             found.append(hidden[row])
         self.state = state  # with the keys and values of drafts, as a step leaves them
         logits = self.head.logits(self.params, jnp.stack(found), 0)

@@ -26,8 +26,14 @@ from specjax.heads.equations.dflash import DFlashConfig
 from specjax.heads.equations.eagle3 import Eagle3Config
 from specjax.heads.equations.medusa import MedusaConfig
 from specjax.heads.loading import LoadedDrafter
-from specjax.heads.namings import dflash_writing, eagle_writing, head_writing
-from specjax.heads.namings import newest_state_writing as newest_state
+from specjax.heads.namings import (
+    dflash_files,
+    eagle1_files,
+    eagle_files,
+    head_writing,
+    mtp_files,
+    newest_state_files,
+)
 from specjax.heads.namings.head_files import FoundHead
 from specjax.heads.namings.head_writing import Kind, Naming, OfTarget
 from specjax.heads.specs import DFlashDrafter, EagleDrafter, NewestStateDrafter
@@ -103,14 +109,14 @@ def _check_kinds(target: object, card: object) -> None:
 def kind_of(config: Any) -> Kind:
     """Returns the kind of a head by its config."""
     if isinstance(config, Eagle3Config):
-        return eagle_writing.PARALLEL_EAGLE if config.takes_masks else eagle_writing.EAGLE3
+        return eagle_files.PARALLEL_EAGLE if config.takes_masks else eagle_files.EAGLE3
     if isinstance(config, DFlashConfig):
-        return dflash_writing.kind_of(config)
+        return dflash_files.kind_of(config)
     if isinstance(config, MedusaConfig):
-        return newest_state.MEDUSA
+        return newest_state_files.MEDUSA
     if not hasattr(config, "is_mtp"):
-        return newest_state.MLP_SPECULATOR
-    return eagle_writing.MTP if config.is_mtp else eagle_writing.EAGLE
+        return newest_state_files.MLP_SPECULATOR
+    return mtp_files.MTP if config.is_mtp else eagle1_files.EAGLE
 
 
 def of_target(target: Model | None, card: Mapping[str, Any] | None) -> OfTarget:

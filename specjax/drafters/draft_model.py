@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ from pallas_kernels.move_kv import move_kv
 from pallas_kernels.ragged import tokens_of
 from specjax.drafters import token_by_token
 from specjax.drafters.base import CATCH_UP_WIDTH, Draft, Drafter, by_page
-from specjax.drafters.token_by_token import TokenByToken, batch_of_nodes
+from specjax.drafters.token_by_token import Fed, FedNodes, TokenByToken
 from specjax.drafters.token_set import TokenSet
 from specjax.models.base import MeshAxes, ModelConfig
 from specjax.paged import kv_cache
@@ -29,7 +28,7 @@ from specjax.paged.forward import forward, make_batch, make_decode_batch, own_lo
 from specjax.sampling.vocabulary import Vocabulary
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
-from specjax.types import DecoderParams, DraftTree, TokenBatch
+from specjax.types import DecoderParams, TokenBatch
 
 _Pages = tuple[kv_cache.Pages, ...]  # of every layer
 
@@ -218,40 +217,20 @@ class DraftModel(TokenByToken):
         pages, num_fed = jax.lax.while_loop(is_behind, feed_next, (pages, nothing))
         return num_behind - num_fed, pages
 
-    def feed(
-        self,
-        params: DecoderParams,
-        state: _Pages,
-        decode_state: Any,
-        history: Array,
-        positions: Array,
-        is_fed: Array,
-        hidden: Array,
-        depth: int | Array,
-    ) -> tuple[Array, _Pages]:
-        del hidden, depth
+    def feed(self, params: DecoderParams, state: _Pages, fed: Fed) -> tuple[Array, _Pages]:
+        counts = fed.is_fed.astype(jnp.int32)
         return self.feed_some(
-            params, state, decode_state, history, positions, is_fed.astype(jnp.int32), 1
+            params, state, fed.decode_state, fed.history, fed.positions, counts, 1
         )
 
     def feed_nodes(
-        self,
-        params: DecoderParams,
-        state: _Pages,
-        decode_state: Any,
-        token_ids: Array,
-        tree: DraftTree,
-        nodes: Sequence[int],
-        takes_part: Array,
-        hidden: Array,
-        depth: int,
+        self, params: DecoderParams, state: _Pages, fed: FedNodes
     ) -> tuple[Array, _Pages]:
-        del hidden, depth  # it reads the keys and values of the parents
-        rows = decode_state.rows
-        batch = batch_of_nodes(decode_state, token_ids, tree, nodes, takes_part)
-        hidden, state = self.forward(params, state, batch, len(nodes))
-        flat = tokens_of(batch.row_starts, rows * len(nodes), len(nodes))
-        return hidden[flat], state
+        """Feeds nodes, which read the keys and values of their parents."""
+        rows, width = fed.decode_state.rows, len(fed.nodes)
+        batch = fed.batch()
+        hidden, state = self.forward(params, state, batch, width)
+        return hidden[tokens_of(batch.row_starts, rows * width, width)], state
 
     def feed_some(
         self,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specjax.drafters.token_by_token import TokenByToken
+from specjax.drafters.token_by_token import Fed, TokenByToken
 from specjax.paged import kv_cache
 from specjax.sampling.vocabulary import Vocabulary
 from specjax.types import DecoderParams
@@ -90,20 +90,10 @@ class OverMasks(TokenByToken):
         """Returns which tokens logits of a width are about, as `own_logits` does."""
         raise NotImplementedError
 
-    def feed(
-        self,
-        params: DecoderParams,
-        state: Drafting,
-        decode_state: Any,
-        history: Array,
-        positions: Array,
-        is_fed: Array,
-        hidden: Array,
-        depth: int | Array,
-    ) -> tuple[Array, Drafting]:
+    def feed(self, params: DecoderParams, state: Drafting, fed: Fed) -> tuple[Array, Drafting]:
         """Returns what was said of the next token: this one is not read."""
-        del params, decode_state, history, positions, is_fed, hidden
-        return said_after(state.said, depth), state
+        del params
+        return said_after(state.said, fed.depth), state
 
     def own_logits(
         self, params: DecoderParams, hidden: Array, depth: int | Array

@@ -21,9 +21,9 @@ from specjax.drafters import draft_model, token_by_token
 from specjax.drafters.base import Draft, Drafter
 from specjax.drafters.draft_model import WHOLE, DraftModel, Partition
 from specjax.drafters.one_pass import Asked, Drafting, OverMasks
+from specjax.drafters.token_by_token import batch_of_rows
 from specjax.drafters.token_set import TokenSet
 from specjax.models.base import ModelConfig
-from specjax.paged.forward import make_batch
 from specjax.sampling.vocabulary import Vocabulary
 from specjax.types import DecoderParams, TokenBatch
 
@@ -115,16 +115,9 @@ class _ParallelModel(OverMasks, DraftModel):
         self, decode_state: Any, num_missing: Array, num_tokens: Array, takes_part: Array
     ) -> TokenBatch:
         """Lays out the missing tokens of each row, its root, and a mask less than num_tokens."""
-        cache, root = decode_state.cache, decode_state.cache.lengths
-        batch = make_batch(
-            decode_state.history,
-            cache.block_table,
-            root - num_missing,
-            jnp.where(takes_part, num_missing + num_tokens, 0),
-            num_tokens=decode_state.rows * 2 * self.depth,
-            page_size=cache.page_size,
-            num_slots=cache.num_slots,
-        )
+        root, width = decode_state.cache.lengths, decode_state.rows * 2 * self.depth
+        first, counts = root - num_missing, jnp.where(takes_part, num_missing + num_tokens, 0)
+        batch = batch_of_rows(decode_state, first, counts, width)
         row = jnp.minimum(batch.row_ids, decode_state.rows - 1)
         mask = jnp.int32(self.config.mask_token_id)
         is_mask = batch.positions > root[row]

@@ -19,7 +19,7 @@ from jax import Array
 
 from specjax.drafters.base import NOT_KEPT, Draft, DrafterContext
 from specjax.drafters.draws import draw_siblings, noise_keys
-from specjax.paged.forward import make_tree_batch
+from specjax.paged.forward import make_batch, make_tree_batch
 from specjax.sampling import TreeHistory, choose_tokens, process_logits
 from specjax.sampling.processing import History
 from specjax.sampling.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
@@ -48,6 +48,61 @@ class _Drawn(NamedTuple):
     # f32[rows, n, count] each, given the node: see Proposal. None without says_confidence.
     prior_confidence: Array | None = None
     probability: Array | None = None
+
+
+class Fed(NamedTuple):
+    """A draft token of each row, which is fed to a model.
+
+    Attributes:
+      history: i32[rows, max_length], the tokens, drafts among them.
+      positions: i32[rows], of the tokens that are fed.
+      is_fed: bool[rows].
+      hidden: [rows, width], after the token before each.
+      depth: i32[], of these tokens, in all rows; that of the root is 0.
+    """
+
+    decode_state: Any
+    history: Array
+    positions: Array
+    is_fed: Array
+    hidden: Array
+    depth: int | Array
+
+
+class FedNodes(NamedTuple):
+    """Some nodes of every row's tree, at one depth; their ancestors were fed before.
+
+    Attributes:
+      token_ids: i32[rows, num_drafts], of the tree.
+      nodes: static, ascending.
+      takes_part: bool[rows].
+      hidden: [rows, len(nodes), width], after the parent of each.
+      depth: of all these nodes; that of the root is 0.
+    """
+
+    decode_state: Any
+    token_ids: Array
+    tree: DraftTree
+    nodes: Sequence[int]
+    takes_part: Array
+    hidden: Array
+    depth: int
+
+    def batch(self) -> TokenBatch:
+        """Lays out these nodes of the rows that take part."""
+        cache, nodes = self.decode_state.cache, self.nodes
+        return make_tree_batch(
+            self.decode_state.history,
+            cache.block_table,
+            cache.lengths,
+            jnp.where(self.takes_part, len(nodes), 0),
+            self.token_ids,
+            self.tree,
+            page_size=cache.page_size,
+            num_slots=cache.num_slots,
+            nodes=nodes,
+            num_new_keys=jnp.full(self.decode_state.rows, nodes[-1] + 1, jnp.int32),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,54 +138,12 @@ class TokenByToken:
         """
         raise NotImplementedError
 
-    def feed(
-        self,
-        params: DecoderParams,
-        state: Any,
-        decode_state: Any,
-        history: Array,
-        positions: Array,
-        is_fed: Array,
-        hidden: Array,
-        depth: int | Array,
-    ) -> tuple[Array, Any]:
-        """Feeds one draft token of each row.
-
-        Args:
-          history: i32[rows, max_length], the tokens, drafts among them.
-          positions: i32[rows], of the tokens that are fed.
-          is_fed: bool[rows].
-          hidden: [rows, width], after the token before each.
-          depth: i32[], of these tokens, in all rows; that of the root is 0.
-
-        Returns:
-          hidden [rows, width] after these tokens, and the state.
-        """
+    def feed(self, params: DecoderParams, state: Any, fed: Fed) -> tuple[Array, Any]:
+        """Feeds a draft token of each row; returns hidden [rows, width] after it, and the state."""
         raise NotImplementedError
 
-    def feed_nodes(
-        self,
-        params: DecoderParams,
-        state: Any,
-        decode_state: Any,
-        token_ids: Array,
-        tree: DraftTree,
-        nodes: Sequence[int],
-        takes_part: Array,
-        hidden: Array,
-        depth: int,
-    ) -> tuple[Array, Any]:
-        """Feeds some nodes of every row's tree; their ancestors were fed before.
-
-        Args:
-          nodes: static, ascending.
-          takes_part: bool[rows].
-          hidden: [rows, len(nodes), width], after the parent of each.
-          depth: of all these nodes; that of the root is 0.
-
-        Returns:
-          hidden [rows, len(nodes), width] after them, and the state.
-        """
+    def feed_nodes(self, params: DecoderParams, state: Any, fed: FedNodes) -> tuple[Array, Any]:
+        """Feeds nodes; returns hidden [rows, len(nodes), width] after them, and the state."""
         raise NotImplementedError
 
     def own_logits(
@@ -321,6 +334,20 @@ def head_vocabulary(
     return Vocabulary.of_width(width, config.target_vocab_size, context.tensor_axis)
 
 
+def batch_of_rows(decode_state: Any, first: Array, counts: Array, num_tokens: int) -> TokenBatch:
+    """Lays out `counts` tokens of each row's text, from position `first` on; see `make_batch`."""
+    cache = decode_state.cache
+    return make_batch(
+        decode_state.history,
+        cache.block_table,
+        first,
+        counts,
+        num_tokens=num_tokens,
+        page_size=cache.page_size,
+        num_slots=cache.num_slots,
+    )
+
+
 def token_at(history: Array, positions: Array) -> Array:
     """Returns the token at a position of each row, i32[rows]; history i32[rows, max_length]."""
     places = jnp.minimum(positions, history.shape[1] - 1)
@@ -364,29 +391,6 @@ def draft(
     return propose(params, state, decode_state, num_tokens)
 
 
-def batch_of_nodes(
-    decode_state: Any,
-    token_ids: Array,
-    tree: DraftTree,
-    nodes: Sequence[int],
-    takes_part: Array,
-) -> TokenBatch:
-    """Lays out some nodes of the rows that take part; arguments as of `TokenByToken.feed_nodes`."""
-    cache = decode_state.cache
-    return make_tree_batch(
-        decode_state.history,
-        cache.block_table,
-        cache.lengths,
-        jnp.where(takes_part, len(nodes), 0),
-        token_ids,
-        tree,
-        page_size=cache.page_size,
-        num_slots=cache.num_slots,
-        nodes=nodes,
-        num_new_keys=jnp.full(decode_state.rows, nodes[-1] + 1, jnp.int32),
-    )
-
-
 def _draft_chain(
     model: TokenByToken,
     depth: int,
@@ -410,9 +414,8 @@ def _draft_chain(
     def extend(index: Array, carry: tuple[Any, Array, Array, _Drawn]) -> Any:
         """Feeds the last draft token; draws the next."""
         state, hidden, history, drawn = carry
-        hidden, state = model.feed(
-            params, state, decode_state, history, root + index, index < num_tokens, hidden, index
-        )
+        fed = Fed(decode_state, history, root + index, index < num_tokens, hidden, index)
+        hidden, state = model.feed(params, state, fed)
         return state, hidden, *propose(index, hidden, history, drawn)
 
     one = jnp.zeros((rows, depth, 1))
@@ -465,9 +468,8 @@ def _draft_tree(
         nodes, before = shape.parents_at(depth), nodes
         if depth:
             above = hidden[:, np.array([before.index(shape.parents[node]) for node in nodes])]
-            hidden, state = model.feed_nodes(
-                params, state, decode_state, token_ids, tree, nodes, takes_part, above, depth
-            )
+            fed = FedNodes(decode_state, token_ids, tree, nodes, takes_part, above, depth)
+            hidden, state = model.feed_nodes(params, state, fed)
         drawn = model.draw(
             params,
             hidden,
@@ -538,9 +540,8 @@ def _draft_dynamic_tree(
         tree = draft_tree.from_parents(parents, growth.max_depth)
         if depth:
             above = jnp.take_along_axis(hidden, frontier.origins[:, :, None], axis=1)
-            hidden, state = model.feed_nodes(
-                params, state, decode_state, token_ids, tree, nodes, takes_part, above, depth
-            )
+            fed = FedNodes(decode_state, token_ids, tree, nodes, takes_part, above, depth)
+            hidden, state = model.feed_nodes(params, state, fed)
         kept_at = kept_at.at[jnp.arange(rows)[:, None], frontier.nodes].set(
             jnp.array(nodes, jnp.int32)
         )

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from specjax.heads.loading import LoadedDrafter
-from specjax.heads.namings.eagle_writing import PARALLEL_EAGLE, drops_embedding
+from specjax.heads.namings.eagle_files import PARALLEL_EAGLE, drops_embedding
 from specjax.heads.namings.head_writing import Kind, OfTarget
 from specjax.runtime.version import __version__
 

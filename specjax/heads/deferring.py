@@ -16,8 +16,8 @@ from jax import Array
 
 from specjax.config.checks import CAPTURED
 from specjax.drafters.base import CATCH_UP_WIDTH, LEAST_CATCH_UP, MOST_CATCH_UP, DrafterContext
+from specjax.drafters.token_by_token import batch_of_rows
 from specjax.paged import kv_cache
-from specjax.paged.forward import make_batch
 from specjax.types import DecoderParams, TokenBatch
 
 State = TypeVar("State")
@@ -135,22 +135,13 @@ def catch_up(
       first: i32[rows], positions of the first tokens.
       counts: i32[rows]; 0: the row lacks none, or stays behind.
     """
-    cache = decode_state.cache
     num_tokens = min(max(decode_state.rows * CATCH_UP_WIDTH, LEAST_CATCH_UP), MOST_CATCH_UP)
 
     def run_next(carry: tuple[State, Array]) -> tuple[State, Array]:
         state, num_run = carry
         left = counts - num_run
         now = jnp.clip(num_tokens - (jnp.cumsum(left) - left), 0, left)
-        batch = make_batch(
-            decode_state.history,
-            cache.block_table,
-            first + num_run,
-            now,
-            num_tokens=num_tokens,
-            page_size=cache.page_size,
-            num_slots=cache.num_slots,
-        )
+        batch = batch_of_rows(decode_state, first + num_run, now, num_tokens)
         return run(state, batch), num_run + now
 
     is_behind = lambda carry: jnp.any(carry[1] < counts)

@@ -22,7 +22,7 @@ from pallas_kernels.ragged import tokens_of
 from specjax.drafters import one_pass, token_by_token
 from specjax.drafters.base import Draft, Drafter, DrafterContext, by_page
 from specjax.drafters.one_pass import Drafting, OverMasks
-from specjax.drafters.token_by_token import TokenByToken, token_at
+from specjax.drafters.token_by_token import Fed, TokenByToken, token_at
 from specjax.heads import deferring
 from specjax.heads.deferring import Deferring
 from specjax.heads.equations import dflash, dflash2, dspark
@@ -251,20 +251,9 @@ class _Head(OverMasks, Deferring, _OfRows):
         )
         return out[tokens_of(batch.row_starts, rows * width, width)], pages
 
-    def feed(
-        self,
-        params: DecoderParams,
-        state: Any,
-        decode_state: Any,
-        history: Array,
-        positions: Array,
-        is_fed: Array,
-        hidden: Array,
-        depth: int | Array,
-    ) -> tuple[Array, Any]:
+    def feed(self, params: DecoderParams, state: Any, fed: Fed) -> tuple[Array, Any]:
         """Returns what was said of the next token: only a Markov head reads this one."""
-        del decode_state, is_fed, hidden
-        return self._after(params, state, history, positions, depth)
+        return self._after(params, state, fed.history, fed.positions, fed.depth)
 
     def own_logits(
         self, params: DecoderParams, hidden: Array, depth: int | Array

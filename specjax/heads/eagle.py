@@ -26,7 +26,7 @@ from pallas_kernels import layout
 from pallas_kernels.ragged import tokens_of
 from specjax.drafters import token_by_token
 from specjax.drafters.base import Draft, Drafter, DrafterContext, by_page, by_row
-from specjax.drafters.token_by_token import TokenByToken, batch_of_nodes, keep_newest
+from specjax.drafters.token_by_token import Fed, FedNodes, TokenByToken, keep_newest
 from specjax.heads import deferring
 from specjax.heads.deferring import Deferring
 from specjax.heads.equations import eagle as eagle1
@@ -38,7 +38,7 @@ from specjax.paged.forward import Part, attention_over, make_decode_batch
 from specjax.sampling.vocabulary import Vocabulary
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
-from specjax.types import DecoderParams, DraftTree, TokenBatch
+from specjax.types import DecoderParams, TokenBatch
 
 FIRST_PAIR = 1  # position of the first token that has a token before it
 
@@ -209,52 +209,30 @@ class EagleHead(Deferring, TokenByToken):
     ) -> tuple[Array, EagleState]:
         """Runs the last layer on the newest pair of each row, whose keys are in the pages."""
         history, roots = decode_state.history, decode_state.cache.lengths
-        fed = _Fed(decode_state, history, roots, takes_part)
-        x, last = fed.of_rows(state.newest), self.last_layer
-        out, _ = self.run(params, state.pages[-1:], fed.batch, x, 1, last, is_written=True)
-        return fed.by_row(out), state
+        flat = _Flat(Fed(decode_state, history, roots, takes_part, state.newest, 0))
+        out, _ = self.run(
+            params, state.pages[-1:], flat.batch, flat.hidden, 1, self.last_layer, is_written=True
+        )
+        return flat.by_row(out), state
 
-    def feed(
-        self,
-        params: DecoderParams,
-        state: EagleState,
-        decode_state: Any,
-        history: Array,
-        positions: Array,
-        is_fed: Array,
-        hidden: Array,
-        depth: int | Array,
-    ) -> tuple[Array, EagleState]:
-        del depth
-        fed = _Fed(decode_state, history, positions, is_fed)
-        features = self.model.next_feature(params.drafter, self.config, fed.of_rows(hidden))
-        x = self.enter(params, fed.batch, features)
-        out, pages = self.run(params, state.pages, fed.batch, x, 1)
-        return fed.by_row(out), state._replace(pages=pages)
+    def feed(self, params: DecoderParams, state: EagleState, fed: Fed) -> tuple[Array, EagleState]:
+        flat = _Flat(fed)
+        features = self.model.next_feature(params.drafter, self.config, flat.hidden)
+        x = self.enter(params, flat.batch, features)
+        out, pages = self.run(params, state.pages, flat.batch, x, 1)
+        return flat.by_row(out), state._replace(pages=pages)
 
     def feed_nodes(
-        self,
-        params: DecoderParams,
-        state: EagleState,
-        decode_state: Any,
-        token_ids: Array,
-        tree: DraftTree,
-        nodes: Sequence[int],
-        takes_part: Array,
-        hidden: Array,
-        depth: int,
+        self, params: DecoderParams, state: EagleState, fed: FedNodes
     ) -> tuple[Array, EagleState]:
-        del depth
-        rows, count = decode_state.rows, len(nodes)
-        batch = batch_of_nodes(decode_state, token_ids, tree, nodes, takes_part)
+        rows, count, batch = fed.decode_state.rows, len(fed.nodes), fed.batch()
         row = jnp.minimum(batch.row_ids, rows - 1)
         offset = jnp.arange(rows * count) - batch.row_starts[row]
-        above = hidden[row, jnp.clip(offset, 0, count - 1)]
+        above = fed.hidden[row, jnp.clip(offset, 0, count - 1)]
         features = self.model.next_feature(params.drafter, self.config, above)
         x = self.enter(params, batch, features)
         out, pages = self.run(params, state.pages, batch, x, count)
-        flat = tokens_of(batch.row_starts, rows * count, count)
-        return out[flat], state._replace(pages=pages)
+        return out[tokens_of(batch.row_starts, rows * count, count)], state._replace(pages=pages)
 
     def own_logits(
         self, params: DecoderParams, hidden: Array, depth: int | Array
@@ -308,29 +286,25 @@ class EagleHead(Deferring, TokenByToken):
         return self.context.target_embedding(params, batch.token_ids).astype(dtype)
 
 
-class _Fed:
-    """A token of each row that is fed, laid out flat; other rows take no place.
+class _Flat:
+    """The tokens that are fed, laid out flat; rows that are not fed take no place.
 
-    Args:
-      positions: i32[rows], of these tokens.
-      is_fed: bool[rows].
+    Attributes:
+      batch: these tokens.
+      hidden: [num_tokens, width], after the token before each.
     """
 
-    def __init__(self, decode_state: Any, history: Array, positions: Array, is_fed: Array):
-        cache = decode_state.cache
+    def __init__(self, fed: Fed):
+        cache, self._most = fed.decode_state.cache, fed.decode_state.rows - 1
         self.batch = make_decode_batch(
-            history,
+            fed.history,
             cache.block_table,
-            positions,
-            is_fed,
+            fed.positions,
+            fed.is_fed,
             page_size=cache.page_size,
             num_slots=cache.num_slots,
         )
-        self._most = decode_state.rows - 1
-
-    def of_rows(self, rows: Array) -> Array:
-        """Returns what these tokens have of [rows, width], [num_tokens, width]."""
-        return rows[jnp.minimum(self.batch.row_ids, self._most)]
+        self.hidden = fed.hidden[jnp.minimum(self.batch.row_ids, self._most)]
 
     def by_row(self, tokens: Array) -> Array:
         """Returns what each row has of [num_tokens, width], [rows, width]."""

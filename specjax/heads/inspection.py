@@ -13,13 +13,13 @@ import numpy as np
 from specjax.drafters.other_vocabulary import recoding
 from specjax.heads import kinds
 from specjax.heads.namings import mtp_files
-from specjax.heads.namings.head_files import open_tensors
 from specjax.heads.namings.newest_state_files import MEDUSA_FILES
 from specjax.models.base import Model, ModelConfig
 from specjax.models.int8_reading import Int8Matrix, stored_parts
 from specjax.models.loading import resolve_folder
 from specjax.models.opened_folders import open_model
 from specjax.models.tensor_checks import check_tensors
+from specjax.models.weight_files import open_folder
 from specjax.paged import kv_cache
 
 
@@ -106,7 +106,7 @@ def _of_head(
     if target is None and aux_layer_ids is not None:
         raise ValueError(f"{aux_layer_ids=} needs the target whose layers they are; name it.")
     if target is None:
-        found |= _of_tensors(open_tensors(folder, MEDUSA_FILES))
+        found |= _of_tensors(open_folder(folder, MEDUSA_FILES))
         return found | {"notes": ["name its target to see whether it fits, and what it captures"]}
     read = kind.read(folder, target.config, None, aux_layer_ids)
     spec = kind.spec(read.config)
@@ -119,7 +119,7 @@ def _of_head(
     most = getattr(read.config, "most_drafts", None)
     if most is not None:
         found["drafts_at_most"] = most
-    return found | _of_tensors(open_tensors(folder, MEDUSA_FILES)) | {"notes": list(read.notes)}
+    return found | _of_tensors(open_folder(folder, MEDUSA_FILES)) | {"notes": list(read.notes)}
 
 
 def _per_token(spec: Any, target: ModelConfig) -> dict[str, int]:

@@ -21,10 +21,11 @@ from specjax.heads.equations.eagle3 import Eagle3Config
 from specjax.heads.equations.medusa import MedusaConfig
 from specjax.heads.equations.mlp_speculator import MlpSpeculatorConfig
 from specjax.heads.namings import mtp_files
-from specjax.heads.namings.dflash_files import is_dflash, is_dspark, read_dflash
+from specjax.heads.namings.dflash_files import is_dflash, read_dflash
+from specjax.heads.namings.dspark_files import is_dspark
 from specjax.heads.namings.eagle1_files import is_eagle, read_eagle
 from specjax.heads.namings.eagle_files import is_eagle3, read_eagle3
-from specjax.heads.namings.head_files import FoundHead
+from specjax.heads.namings.head_files import FoundHead, Reader
 from specjax.heads.namings.newest_state_files import (
     is_medusa,
     is_mlp_speculator,
@@ -47,13 +48,13 @@ class HeadKind(NamedTuple):
     Attributes:
       method: as `SpeculationConfig.method` names it.
       is_kind_of: (config.json, names of tensors) -> whether they are those of such a head.
-      read: (folder, target's config, dtype, aux_layer_ids) -> FoundHead.
+      read: of such a folder.
       spec: FoundHead.config -> the drafter's spec.
     """
 
     method: str
     is_kind_of: Callable[[Json, Collection[str]], bool]
-    read: Callable[..., FoundHead]
+    read: Reader
     spec: Callable[[Any], DrafterSpec]
 
 

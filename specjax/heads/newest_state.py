@@ -17,14 +17,14 @@ from jax import Array
 
 from specjax.drafters import token_by_token
 from specjax.drafters.base import Draft, Drafter, DrafterContext, by_row
-from specjax.drafters.token_by_token import TokenByToken, keep_newest, token_at
+from specjax.drafters.token_by_token import Fed, FedNodes, TokenByToken, keep_newest, token_at
 from specjax.heads.equations import medusa, mlp_speculator
 from specjax.heads.equations.medusa import MedusaConfig
 from specjax.heads.equations.mlp_speculator import MlpSpeculatorConfig
 from specjax.sampling.vocabulary import WHOLE, Vocabulary
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
-from specjax.types import DecoderParams, DraftTree, TokenBatch
+from specjax.types import DecoderParams, TokenBatch
 
 
 class NewestState(NamedTuple):
@@ -111,33 +111,16 @@ class _Medusa(_Head):
         return state.newest, state
 
     def feed(
-        self,
-        params: DecoderParams,
-        state: NewestState,
-        decode_state: Any,
-        history: Array,
-        positions: Array,
-        is_fed: Array,
-        hidden: Array,
-        depth: int | Array,
+        self, params: DecoderParams, state: NewestState, fed: Fed
     ) -> tuple[Array, NewestState]:
-        del params, decode_state, history, positions, is_fed, depth
-        return hidden, state
+        del params
+        return fed.hidden, state
 
     def feed_nodes(
-        self,
-        params: DecoderParams,
-        state: NewestState,
-        decode_state: Any,
-        token_ids: Array,
-        tree: DraftTree,
-        nodes: Sequence[int],
-        takes_part: Array,
-        hidden: Array,
-        depth: int,
+        self, params: DecoderParams, state: NewestState, fed: FedNodes
     ) -> tuple[Array, NewestState]:
-        del params, decode_state, token_ids, tree, nodes, takes_part, depth
-        return hidden, state
+        del params
+        return fed.hidden, state
 
     def own_logits(
         self, params: DecoderParams, hidden: Array, depth: int | Array
@@ -168,35 +151,17 @@ class _MlpSpeculator(_Head):
         return mlp_speculator.begin(params.drafter, self.config, state.newest, roots), state
 
     def feed(
-        self,
-        params: DecoderParams,
-        state: NewestState,
-        decode_state: Any,
-        history: Array,
-        positions: Array,
-        is_fed: Array,
-        hidden: Array,
-        depth: int | Array,
+        self, params: DecoderParams, state: NewestState, fed: Fed
     ) -> tuple[Array, NewestState]:
-        del decode_state, is_fed
-        return self._step(params, hidden, token_at(history, positions), depth), state
+        tokens = token_at(fed.history, fed.positions)
+        return self._step(params, fed.hidden, tokens, fed.depth), state
 
     def feed_nodes(
-        self,
-        params: DecoderParams,
-        state: NewestState,
-        decode_state: Any,
-        token_ids: Array,
-        tree: DraftTree,
-        nodes: Sequence[int],
-        takes_part: Array,
-        hidden: Array,
-        depth: int,
+        self, params: DecoderParams, state: NewestState, fed: FedNodes
     ) -> tuple[Array, NewestState]:
-        del decode_state, tree, takes_part
-        fed = token_ids[:, jnp.array(nodes) - 1].reshape(-1)
-        flat = self._step(params, hidden.reshape(fed.shape[0], -1), fed, depth)
-        return flat.reshape(hidden.shape), state
+        tokens = fed.token_ids[:, jnp.array(fed.nodes) - 1].reshape(-1)
+        flat = self._step(params, fed.hidden.reshape(len(tokens), -1), tokens, fed.depth)
+        return flat.reshape(fed.hidden.shape), state
 
     def own_logits(
         self, params: DecoderParams, hidden: Array, depth: int | Array

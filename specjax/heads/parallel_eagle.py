@@ -20,12 +20,12 @@ from pallas_kernels.ragged import tokens_of
 from specjax.drafters import token_by_token
 from specjax.drafters.base import Draft, Drafter, DrafterContext
 from specjax.drafters.one_pass import Asked, Drafting, OverMasks
+from specjax.drafters.token_by_token import batch_of_rows
 from specjax.heads import eagle
 from specjax.heads.eagle import EagleHead, EagleState
 from specjax.heads.equations import eagle3
 from specjax.heads.equations.eagle3 import Eagle3Config
 from specjax.paged import kv_cache
-from specjax.paged.forward import make_batch
 from specjax.sampling.vocabulary import Vocabulary
 from specjax.types import DecoderParams
 
@@ -92,16 +92,8 @@ class ParallelHead(OverMasks, EagleHead):
         Args:
           counts: i32[rows], at most K - 1.
         """
-        cache, most = decode_state.cache, self.num_drafts - 1
-        batch = make_batch(
-            decode_state.history,
-            cache.block_table,
-            cache.lengths + 1,
-            counts,
-            num_tokens=decode_state.rows * most,
-            page_size=cache.page_size,
-            num_slots=cache.num_slots,
-        )
+        most, first = self.num_drafts - 1, decode_state.cache.lengths + 1
+        batch = batch_of_rows(decode_state, first, counts, decode_state.rows * most)
         masks = jnp.full_like(batch.token_ids, jnp.int32(self.config.mask_token_id))
         batch = dataclasses.replace(batch, token_ids=masks)
         feature = eagle3.mask_feature(params.drafter, self.config)

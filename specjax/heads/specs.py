@@ -21,7 +21,8 @@ from specjax.drafters.base import (
 from specjax.drafters.spec import Shaped, asked_for, beside_history
 from specjax.heads import deferring, eagle, newest_state, parallel_eagle
 from specjax.heads import dflash as dflash_head
-from specjax.heads.equations import dflash, medusa, mlp_speculator
+from specjax.heads.equations import dflash, eagle3, medusa, mlp_speculator
+from specjax.heads.equations import eagle as eagle1
 from specjax.heads.equations.dflash import DFlashConfig
 from specjax.heads.equations.eagle import EagleConfig
 from specjax.heads.equations.eagle3 import Eagle3Config
@@ -32,6 +33,13 @@ from specjax.paged import kv_cache
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
 
+_EQUATIONS: dict[type, Any] = {
+    EagleConfig: eagle1,
+    Eagle3Config: eagle3,
+    DFlashConfig: dflash,
+    MedusaConfig: medusa,
+    MlpSpeculatorConfig: mlp_speculator,
+}
 _OF_MATCHING = "prompt_lookup_min", "prompt_lookup_max"
 
 
@@ -47,6 +55,42 @@ class _OverTarget(DrafterSpec):
     @property
     def most_drafts(self) -> int | None:
         return getattr(self.config, "most_drafts", None)
+
+    def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
+        del target
+        return _EQUATIONS[type(self.config)].abstract(self.config, dtype)
+
+    def work(
+        self, target: ModelConfig, dtype: Any, num_weights: int | None = None
+    ) -> tuple[ModelWork, ...]:
+        """Returns the work of one draft token, or of the block that drafts all: the layers, and
+        the head's matrix."""
+        del target, num_weights
+        size, own = jnp.dtype(dtype).itemsize, getattr(self.config, "layers", None)
+        products = _EQUATIONS[type(self.config)].draft_products(self.config)
+        work = ModelWork(
+            weight_bytes=size * products,
+            token_flops=2 * products,
+            context_bytes=0.0,
+            context_flops=0.0,
+            num_layers=1,
+            block=self._block,
+        )
+        if own is None:
+            return (work,)
+        of_attention = dataclasses.replace(
+            work,
+            context_bytes=size * kv_cache.numbers_per_token(own),
+            context_flops=4 * own.num_layers * own.num_heads * own.head_dim,
+            layer_windows=own.layer_windows,
+            num_layers=own.num_layers,
+        )
+        return (of_attention,)
+
+    @property
+    def _block(self) -> Block | None:
+        """The tokens of a block that drafts all tokens of a step; None: one after the other."""
+        return None
 
     def with_tree(self, config: SpeculationConfig) -> Any:
         """Returns the spec with all that a config says but what is of history."""
@@ -153,20 +197,10 @@ class EagleDrafter(_Storing, Shaped):
         """
         return self.config.layers.num_layers > 1
 
-    def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
-        del target
-        return eagle.equations_of(self.config).abstract(self.config, dtype)
-
-    def work(
-        self, target: ModelConfig, dtype: Any, num_weights: int | None = None
-    ) -> tuple[ModelWork, ...]:
-        """Returns the work of one draft token, or of the masks that draft all: the layers, and
-        the head's matrix."""
-        del target, num_weights
-        products = eagle.equations_of(self.config).draft_products(self.config)
+    @property
+    def _block(self) -> Block | None:
         # The newest pair, whose last layer alone is run, says the first draft token: no mask does.
-        block = Block(-1, per_draft=1) if _takes_masks(self.config) else None
-        return (_head_work(self.config.layers, products, dtype, block=block),)
+        return Block(-1, per_draft=1) if _takes_masks(self.config) else None
 
     def build(self, context: DrafterContext) -> Drafter:
         if _takes_masks(self.config):
@@ -200,35 +234,6 @@ class NewestStateDrafter(_OverTarget, Shaped):
                 "head drafts; use one of fewer levels."
             )
         return dataclasses.replace(self, shape=shape)
-
-    def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
-        del target, dtype
-        return 0
-
-    def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
-        del target
-        return self._equations.abstract(self.config, dtype)
-
-    def work(
-        self, target: ModelConfig, dtype: Any, num_weights: int | None = None
-    ) -> tuple[ModelWork, ...]:
-        """Returns the work of one draft token, the mean of all."""
-        del target, num_weights
-        products = self._equations.draft_products(self.config)
-        size = jnp.dtype(dtype).itemsize
-        one = ModelWork(
-            weight_bytes=size * products,
-            token_flops=2 * products,
-            context_bytes=0.0,
-            context_flops=0.0,
-            num_layers=1,
-        )
-        return (one,)
-
-    @property
-    def _equations(self) -> Any:
-        """The module with the equations of this kind."""
-        return medusa if isinstance(self.config, MedusaConfig) else mlp_speculator
 
     def build(self, context: DrafterContext) -> Drafter:
         return newest_state.drafter(self.config, context, self._cut(context.num_speculative_tokens))
@@ -274,25 +279,6 @@ def _takes_masks(config: Any) -> TypeGuard[Eagle3Config]:
     return isinstance(config, Eagle3Config) and config.takes_masks
 
 
-def _head_work(own: ModelConfig, products: int, dtype: Any, **others: Any) -> ModelWork:
-    """Returns the work of a forward of a head.
-
-    Args:
-      own: sizes of its layers.
-      products: multiply-adds per token in products with weights.
-      others: fields of ModelWork.
-    """
-    size = jnp.dtype(dtype).itemsize
-    return ModelWork(
-        weight_bytes=size * products,
-        token_flops=2 * products,
-        context_bytes=size * kv_cache.numbers_per_token(own),
-        context_flops=4 * own.num_layers * own.num_heads * own.head_dim,
-        num_layers=own.num_layers,
-        **others,
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class DFlashDrafter(_Storing):
     """A DFlash head over the target, which drafts a chain in one pass over a block of masks.
@@ -324,25 +310,6 @@ class DFlashDrafter(_Storing):
     def tree_slots(self, num_speculative_tokens: int) -> int:
         """Returns the slots that a block takes past the newest token."""
         return self.config.num_rows(num_speculative_tokens) - 1
-
-    def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
-        del target
-        return dflash.abstract(self.config, dtype)
-
-    def work(
-        self, target: ModelConfig, dtype: Any, num_weights: int | None = None
-    ) -> tuple[ModelWork, ...]:
-        """Returns the work of one block: its layers, and the head's matrix."""
-        del target, num_weights
-        own = self.config.layers
-        one = _head_work(
-            own,
-            dflash.draft_products(self.config),
-            dtype,
-            layer_windows=own.layer_windows,
-            block=self._block,
-        )
-        return (one,)
 
     @property
     def _block(self) -> Block:

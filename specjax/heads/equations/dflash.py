@@ -32,10 +32,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 
 from specjax.heads.equations import dflash2, dspark, head_parts
-from specjax.heads.equations.head_parts import layer_weights, only_if
+from specjax.heads.equations.head_parts import OfLayers, layer_weights, only_if
 from specjax.models import blocks
 from specjax.models.base import Attend, LayerCache, ModelConfig, Params
 from specjax.models.layers import linear, rms_norm, rotate
@@ -43,7 +42,7 @@ from specjax.models.weights import matrix, vector
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DFlashConfig:
+class DFlashConfig(OfLayers):
     """Static sizes and flags of a DFlash head; hashable, a jit key.
 
     Attributes:
@@ -94,14 +93,6 @@ class DFlashConfig:
     @property
     def conv_groups(self) -> int:
         return self.hidden_size // self.conv_group_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.layers.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.layers.vocab_size
 
     @property
     def fc_width(self) -> int:
@@ -202,18 +193,6 @@ def own_logits(params: Params, config: DFlashConfig, out: Array) -> Array:
     return head_parts.own_logits(params, normed_output(params, config, out))
 
 
-def abstract(config: DFlashConfig, dtype: DTypeLike) -> Params:
-    """Returns the names, shapes and dtypes of the weights, a tree of jax.ShapeDtypeStruct."""
-    return head_parts.abstract(weights_of(config), config, dtype)
-
-
-def init(
-    key: Array, config: DFlashConfig, dtype: DTypeLike = jnp.float32, std: float = 0.02
-) -> Params:
-    """Returns random weights; a reduced vocabulary is evenly spaced over the target's."""
-    return head_parts.init(weights_of(config), config, key, dtype, std)
-
-
 def weights_of(config: DFlashConfig) -> dict[str, Any]:
     """Returns a Weight per leaf of floating point."""
     own = config.layers
@@ -233,6 +212,9 @@ def weights_of(config: DFlashConfig) -> dict[str, Any]:
     params |= only_if(config.has_embedding, embed_tokens=embedding)
     params |= dspark.weights_of(config) | dflash2.selector_weights(config)
     return params | only_if(config.has_head, lm_head=table("lm_head", own.vocab_size))
+
+
+abstract, init = head_parts.weight_functions(weights_of)
 
 
 def draft_products(config: DFlashConfig) -> int:

@@ -33,10 +33,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 
 from specjax.heads.equations import head_parts
-from specjax.heads.equations.head_parts import layer_weights, only_if
+from specjax.heads.equations.head_parts import OfLayers, layer_weights, only_if
 from specjax.models import blocks
 from specjax.models.base import Attend, LayerCache, ModelConfig, Params
 from specjax.models.layers import rms_norm
@@ -47,7 +46,7 @@ MTP_PREFIX = "mtp_layers.0."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EagleConfig:
+class EagleConfig(OfLayers):
     """Static sizes and flags of an EAGLE head, or an MTP layer; hashable, a jit key.
 
     Attributes:
@@ -71,14 +70,6 @@ class EagleConfig:
     has_embedding: bool = False
     has_head: bool = False
     maps_vocabulary: bool = False
-
-    @property
-    def hidden_size(self) -> int:
-        return self.layers.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.layers.vocab_size
 
     @property
     def target_hidden_size(self) -> int:
@@ -148,18 +139,6 @@ def own_logits(params: Params, config: EagleConfig, out: Array) -> Array:
     return head_parts.own_logits(params, out)
 
 
-def abstract(config: EagleConfig, dtype: DTypeLike) -> Params:
-    """Returns the names, shapes and dtypes of the weights, a tree of jax.ShapeDtypeStruct."""
-    return head_parts.abstract(weights_of(config), config, dtype)
-
-
-def init(
-    key: Array, config: EagleConfig, dtype: DTypeLike = jnp.float32, std: float = 0.02
-) -> Params:
-    """Returns random weights."""
-    return head_parts.init(weights_of(config), config, key, dtype, std)
-
-
 def weights_of(config: EagleConfig, mtp_prefix: str = MTP_PREFIX) -> dict[str, Any]:
     """Returns a Weight per leaf.
 
@@ -193,6 +172,9 @@ def _mtp_weights(own: ModelConfig, prefix: str) -> dict[str, Any]:
         "layers": (layer_weights(own, prefix, d),),
         "norm": norm("final_layernorm"),
     }
+
+
+abstract, init = head_parts.weight_functions(weights_of)
 
 
 def draft_products(config: EagleConfig) -> int:

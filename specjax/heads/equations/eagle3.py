@@ -31,10 +31,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 
 from specjax.heads.equations import head_parts
-from specjax.heads.equations.head_parts import layer_weights, only_if
+from specjax.heads.equations.head_parts import OfLayers, layer_weights, only_if
 from specjax.models import blocks
 from specjax.models.base import Attend, LayerCache, ModelConfig, Params
 from specjax.models.layers import rms_norm
@@ -45,7 +44,7 @@ MASK_HIDDEN = "mask_hidden"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
+class Eagle3Config(OfLayers):
     """Static sizes and flags of an EAGLE-3 head; hashable, a jit key.
 
     Attributes:
@@ -82,14 +81,6 @@ class Eagle3Config:
     def takes_masks(self) -> bool:
         """Whether it drafts all tokens of a step in one pass, over masks."""
         return self.mask_token_id is not None
-
-    @property
-    def hidden_size(self) -> int:
-        return self.layers.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.layers.vocab_size
 
     @property
     def fc_width(self) -> int:
@@ -178,18 +169,6 @@ def own_logits(params: Params, config: Eagle3Config, out: Array) -> Array:
     return head_parts.own_logits(params, normed_output(params, config, out))
 
 
-def abstract(config: Eagle3Config, dtype: DTypeLike) -> Params:
-    """Returns the names, shapes and dtypes of the weights, a tree of jax.ShapeDtypeStruct."""
-    return head_parts.abstract(weights_of(config), config, dtype)
-
-
-def init(
-    key: Array, config: Eagle3Config, dtype: DTypeLike = jnp.float32, std: float = 0.02
-) -> Params:
-    """Returns random weights; a reduced vocabulary is evenly spaced over the target's."""
-    return head_parts.init(weights_of(config), config, key, dtype, std)
-
-
 def weights_of(config: Eagle3Config, first_prefix: str = FLAT_PREFIX) -> dict[str, Any]:
     """Returns a Weight per leaf of floating point.
 
@@ -221,6 +200,9 @@ def weights_of(config: Eagle3Config, first_prefix: str = FLAT_PREFIX) -> dict[st
     embedding = table("embed_tokens", config.target_vocab_size)
     params |= only_if(config.has_embedding, embed_tokens=embedding)
     return params | only_if(config.has_head, lm_head=table("lm_head", own.vocab_size))
+
+
+abstract, init = head_parts.weight_functions(weights_of)
 
 
 def draft_products(config: Eagle3Config) -> int:

@@ -42,6 +42,20 @@ class HeadConfig(Protocol):
     def maps_vocabulary(self) -> bool: ...
 
 
+class OfLayers:
+    """Sizes of a head that are those of its layers."""
+
+    layers: ModelConfig
+
+    @property
+    def hidden_size(self) -> int:
+        return self.layers.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.layers.vocab_size
+
+
 def _nothing(layer: Params, branch: str, normed: Array) -> tuple[Array, Callable[[Array], Array]]:
     del layer, branch
     return normed, lambda out: out
@@ -136,21 +150,26 @@ def draft_products(config: HeadConfig, leaves: Any) -> int:
     return weights.num_weights(leaves) + vocab * config.hidden_size
 
 
-def abstract(leaves: Any, config: HeadConfig, dtype: DTypeLike) -> Params:
-    """Returns the names, shapes and dtypes of the weights, a tree of jax.ShapeDtypeStruct.
+def weight_functions(
+    weights_of: Callable[[Any], Any],
+) -> tuple[Callable[[Any, DTypeLike], Params], Callable[..., Params]]:
+    """Returns the functions `abstract` and `init` of a kind of head.
 
     Args:
-      leaves: a tree with a Weight at each leaf of floating point.
+      weights_of: from its config to a tree with a Weight at each leaf of floating point.
     """
-    params = weights.map_weights(
-        lambda weight: jax.ShapeDtypeStruct(weight.shape, jnp.dtype(dtype)), leaves
-    )
-    ids = jax.ShapeDtypeStruct((config.vocab_size,), jnp.dtype(jnp.int32))
-    return params | only_if(config.maps_vocabulary, target_ids=ids)
 
+    def abstract(config: Any, dtype: DTypeLike) -> Params:
+        """Returns the names, shapes and dtypes of the weights, a tree of jax.ShapeDtypeStruct."""
+        shape = lambda weight: jax.ShapeDtypeStruct(weight.shape, jnp.dtype(dtype))
+        params = weights.map_weights(shape, weights_of(config))
+        ids = jax.ShapeDtypeStruct((config.vocab_size,), jnp.dtype(jnp.int32))
+        return params | only_if(config.maps_vocabulary, target_ids=ids)
 
-def init(leaves: Any, config: HeadConfig, key: Array, dtype: DTypeLike, std: float) -> Params:
-    """Returns random weights; a vocabulary that is a part is evenly spaced over the target's."""
-    params, count = weights.init_of(leaves, key, dtype, std), config.vocab_size
-    ids = jnp.arange(count, dtype=jnp.int32) * (config.target_vocab_size // count)
-    return params | only_if(config.maps_vocabulary, target_ids=ids)
+    def init(key: Array, config: Any, dtype: DTypeLike = jnp.float32, std: float = 0.02) -> Params:
+        """Returns random weights; a part of a vocabulary is evenly spaced over the target's."""
+        params, count = weights.init_of(weights_of(config), key, dtype, std), config.vocab_size
+        ids = jnp.arange(count, dtype=jnp.int32) * (config.target_vocab_size // count)
+        return params | only_if(config.maps_vocabulary, target_ids=ids)
+
+    return abstract, init

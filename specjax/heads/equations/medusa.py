@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 
 from specjax.heads.equations import head_parts
 from specjax.heads.equations.head_parts import only_if
@@ -95,18 +94,6 @@ def own_logits(params: Params, config: MedusaConfig, x: Array, index: int) -> Ar
     return linear(x, owner["lm_head"], jnp.float32)
 
 
-def abstract(config: MedusaConfig, dtype: DTypeLike) -> Params:
-    """Returns the names, shapes and dtypes of the weights, a tree of jax.ShapeDtypeStruct."""
-    return head_parts.abstract(weights_of(config), config, dtype)
-
-
-def init(
-    key: Array, config: MedusaConfig, dtype: DTypeLike = jnp.float32, std: float = 0.02
-) -> Params:
-    """Returns random weights."""
-    return head_parts.init(weights_of(config), config, key, dtype, std)
-
-
 def weights_of(config: MedusaConfig, naming: tuple[str, str] = PUBLISHED) -> dict[str, Any]:
     """Returns a Weight per leaf, those of each head in a tuple.
 
@@ -131,6 +118,9 @@ def weights_of(config: MedusaConfig, naming: tuple[str, str] = PUBLISHED) -> dic
     shared = matrix(f"{SHARED_HEAD}.weight", (vocab, d), ("vocab", "embed"))
     heads = tuple(head(index) for index in range(config.most_drafts))
     return {"heads": heads} | only_if(config.shares_head, lm_head=shared)
+
+
+abstract, init = head_parts.weight_functions(weights_of)
 
 
 def draft_products(config: MedusaConfig) -> int:

@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 
 from specjax.heads.equations import head_parts
 from specjax.models import weights
@@ -111,18 +110,6 @@ def _normed(x: Array) -> Array:
     return (wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + EPS)).astype(x.dtype)
 
 
-def abstract(config: MlpSpeculatorConfig, dtype: DTypeLike) -> Params:
-    """Returns the names, shapes and dtypes of the weights, a tree of jax.ShapeDtypeStruct."""
-    return head_parts.abstract(weights_of(config), config, dtype)
-
-
-def init(
-    key: Array, config: MlpSpeculatorConfig, dtype: DTypeLike = jnp.float32, std: float = 0.02
-) -> Params:
-    """Returns random weights."""
-    return head_parts.init(weights_of(config), config, key, dtype, std)
-
-
 def weights_of(config: MlpSpeculatorConfig, prefix: str = "") -> dict[str, Any]:
     """Returns a Weight per leaf, those of each draft token in a tuple.
 
@@ -149,6 +136,9 @@ def weights_of(config: MlpSpeculatorConfig, prefix: str = "") -> dict[str, Any]:
         "scale": norm("weight", 1.0),
         "shift": norm("bias", 0.0),
     }
+
+
+abstract, init = head_parts.weight_functions(weights_of)
 
 
 def draft_products(config: MlpSpeculatorConfig) -> int:

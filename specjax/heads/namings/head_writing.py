@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from specjax.heads.namings.head_files import TARGET_IDS
+from specjax.heads.namings.head_files import NESTED, TARGET_IDS
 from specjax.models import unparsing, weights
 from specjax.models.base import Json, ModelConfig, Params
 from specjax.models.weight_writing import Tensor, of_array, tensors_of
 from specjax.models.weights import Source
 
 AUTO = "auto"
-FULL, SLIDING = "full_attention", "sliding_attention"
+# Of `speculators`, whose files these are as it writes them.
+SPECULATORS_VERSION = "0.9.0"
+# Conditions of `Naming.given`.
+AS_WIDE_AS_TARGET: Mapping[str, Any] = {
+    "target_hidden_size": lambda config: config.target_hidden_size == config.hidden_size
+}
+# `attention_bias` is of all four matrices or none.
+BIASES_OF_ALL: Mapping[str, Any] = {
+    "layers.qkv_bias": lambda config: config.layers.qkv_bias == config.layers.o_bias
+}
 
 
 class OfTarget(NamedTuple):
@@ -42,24 +51,36 @@ class Naming(NamedTuple):
     """A way in which a kind of head is published.
 
     Attributes:
-      refusals: (config, target) -> what of them it cannot say, as "norm_output=True".
       raw: (config, target) -> config.json, without the dtype.
       leaves: config -> a tree with a Weight at each leaf, of the names in the file.
       readers: of the folder, beside specjax.
+      given: what it cannot say otherwise: by fields of the config, "layers.x" among them, the value
+        that its readers take as given, or a function of the config that says whether they do.
+      unsaid: (config, target) -> what else it cannot say.
       weights_file: its name where that is not the usual one.
       shapes: of tensors that are stored in another shape than their leaf has.
       always_maps: whether d2t and t2d are there for a whole vocabulary, too.
       nested: the key of the part of config.json that describes the layers, None: the top.
     """
 
-    refusals: Callable[[Any, OfTarget], list[str]]
     raw: Callable[[Any, OfTarget], Json]
     leaves: Callable[[Any], Any]
     readers: tuple[str, ...]
+    given: Mapping[str, Any] = {}
+    unsaid: Callable[[Any, OfTarget], list[str]] = lambda config, target: []
     weights_file: str | None = None
     shapes: Callable[[Any], dict[str, tuple[int, ...]]] = lambda config: {}
     always_maps: bool = False
     nested: str | None = None
+
+    def refusals(self, config: Any, target: OfTarget) -> list[str]:
+        """Returns what it cannot say of a config and its target, as "norm_output=True"."""
+        found = []
+        for name, given in self.given.items():
+            value = operator.attrgetter(name)(config)
+            if not (given(config) if callable(given) else value == given):
+                found.append(f"{name}={value!r:.80}")
+        return found + self.unsaid(config, target)
 
 
 class Kind(NamedTuple):
@@ -112,67 +133,50 @@ def _either(names: Sequence[str]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def unlike(config: Any, **wanted: Any) -> list[str]:
-    """Returns the fields that are not as they must be, as "norm_output=True".
-
-    Args:
-      wanted: values by the names of fields; "layers__qk_norm" is that of `config.layers`.
-    """
-    found = []
-    for name, value in wanted.items():
-        name = name.replace("__", ".")
-        is_ = operator.attrgetter(name)(config)
-        if is_ != value:
-            found.append(f"{name}={is_!r:.80}")
-    return found
-
-
-def layers_json(own: ModelConfig, vocab_size: int, model_type: str) -> Json:
+def layers_json(config: Any, model_type: str) -> Json:
     """Returns what config.json says of a head's layers, under the keys of transformers 4 and 5.
 
     Args:
-      vocab_size: of the target.
       model_type: whose layers they are: "llama", or "qwen3", which has norms of queries and keys.
     """
-    raw = unparsing.llama_skeleton(
-        dataclasses.replace(own, family=model_type, vocab_size=vocab_size)
-    )
+    own, vocab = config.layers, config.target_vocab_size
+    raw = unparsing.llama_skeleton(dataclasses.replace(own, family=model_type, vocab_size=vocab))
     stretched = raw["rope_scaling"] or {"rope_type": "default"}
     raw["rope_parameters"] = {"rope_theta": own.rope.theta} | stretched
     # They are the target's, which nobody asks a head for.
     return {"model_type": model_type} | raw | {"bos_token_id": None, "eos_token_id": None}
 
 
-def layer_types(own: ModelConfig) -> list[str]:
-    """Returns which layers have a sliding window, as config.json says it."""
-    windows = own.layer_windows or (None,) * own.num_layers
-    return [FULL if window is None else SLIDING for window in windows]
+def speculators_json(
+    algorithm: str, class_name: str, num_drafts: int, target: OfTarget, own: Json, layers: Json
+) -> Json:
+    """Returns a config.json of `speculators`.
 
-
-def biases(own: ModelConfig) -> list[str]:
-    """Returns the biases that `attention_bias`, of all four matrices or none, cannot say."""
-    return [] if own.qkv_bias == own.o_bias else [f"layers.qkv_bias={own.qkv_bias}"]
-
-
-def width(config: Any) -> list[str]:
-    """Returns the target's width where it is another one than the head's."""
-    is_other = config.target_hidden_size != config.hidden_size
-    return [f"target_hidden_size={config.target_hidden_size}"] if is_other else []
-
-
-def speculators_config(algorithm: str, num_drafts: int, target: OfTarget) -> Json:
-    """Returns what `speculators` says of a head's target and of how many tokens are drafted."""
+    Args:
+      num_drafts: how many tokens a server drafts where it is not told.
+      own: what is said of the head beside its layers.
+      layers: of `layers_json`.
+    """
     greedy = {
         "proposal_type": "greedy",
         "speculative_tokens": num_drafts,
         "accept_tolerance": 0.0,
         "verifier_accept_k": 1,
     }
-    return {
+    of_drafting = {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",
         "proposal_methods": [greedy],
         "verifier": {"name_or_path": target.name, "architectures": [*target.classes]},
+    }
+    return {
+        "architectures": [class_name],
+        "speculators_model_type": algorithm,
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": of_drafting,
+        **own,
+        "tie_word_embeddings": False,
+        NESTED: layers,
     }
 
 

@@ -1,21 +1,19 @@
-"""Reads layers for multi-token prediction (MTP), from a target's own folder or one of their own.
+"""Layers for multi-token prediction (MTP), in a target's own folder or one of their own.
 
 MiMo-7B has its layer among the target's tensors. Files of `speculators` hold the layer alone.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
-
-from jax.typing import DTypeLike
 
 from specjax.heads.equations import eagle
 from specjax.heads.equations.eagle import MTP_PREFIX, EagleConfig
-from specjax.heads.namings import head_files
-from specjax.heads.namings.head_files import FoundHead, Head
+from specjax.heads.namings import head_files, head_layers, head_writing
+from specjax.heads.namings.head_files import NESTED, Head, Parsed, Reader
+from specjax.heads.namings.head_writing import BIASES_OF_ALL, Kind, Naming, OfTarget
 from specjax.models.base import Json, ModelConfig, before_final_norm
 from specjax.models.config_values import require, shown, size
 from specjax.models.hf_config import read_config
@@ -63,60 +61,43 @@ def other_naming(tensors: Collection[str]) -> str | None:
     return None
 
 
-def read_mtp(
-    folder: Path,
-    target: ModelConfig,
-    dtype: DTypeLike | None,
-    aux_layer_ids: Sequence[int] | None = None,
-) -> FoundHead:
-    """Returns the MTP layer in a folder, for a target; of the target's own tensors none is read.
+def _is_alone(head: Head) -> bool:
+    return head.raw.get("speculators_model_type") is not None
 
-    Args:
-      dtype: of its weights; None: no weights are read.
-      aux_layer_ids: None, as such a layer reads what the target's final norm reads.
 
-    Raises:
-      FileNotFoundError: config.json or the weights are absent.
-      ValueError: the layer is for another target, a tensor or key is missing, impossible, or
-        unknown, or aux_layer_ids is given.
-    """
-    head = head_files.open_head(folder, "an MTP layer")
-    is_alone = head.raw.get("speculators_model_type") is not None
+def _without_model(head: Head) -> Head:
+    """Returns the files without the target's own tensors."""
+    if _is_alone(head):
+        return head
+    own = {name: tensor for name, tensor in head.tensors.items() if METHOD in name}
+    return head._replace(tensors=own)
+
+
+def _parse(head: Head, target: ModelConfig) -> Parsed:
+    is_alone = _is_alone(head)
+    _check_count(head)
+    if is_alone:
+        _check_dense(head)
+    require(head.own, "use_sliding_window", (False, None), False)
     prefix = MTP_PREFIX if is_alone else OWN_PREFIX
-    if not is_alone:
-        own = {name: tensor for name, tensor in head.tensors.items() if METHOD in name}
-        head = head._replace(tensors=own)
-    with head_files.naming(head):
-        head_files.check_reads_last(aux_layer_ids)
-        _check_count(head)
-        if is_alone:
-            _check_dense(head)
-        config = _parse(head, target, prefix)
-    config = dataclasses.replace(config, has_hidden_first=not is_alone)
-    params = head_files.read_weights(head, config, eagle.weights_of(config, prefix), dtype)
+    layers, tables = head_layers.body_of(head, target, prefix, 1, ties_head=False, is_whole=True)
+    config = EagleConfig(
+        layers=layers,
+        target_vocab_size=target.vocab_size,
+        aux_layers=(before_final_norm(target.num_layers),),
+        is_mtp=True,
+        has_hidden_first=not is_alone,
+        **tables,
+    )
     order = "hidden state first, as MiMo does"
     if is_alone:
         order = "embedding first, as speculators 0.6 and later do"
     hidden = "reads the last hidden state of the target, before the final norm"
-    return FoundHead(config, params, (hidden, f"projects the {order}"))
+    leaves = eagle.weights_of(config, prefix)
+    return Parsed(head, config, leaves, (hidden, f"projects the {order}"))
 
 
-def _parse(head: Head, target: ModelConfig, prefix: str) -> EagleConfig:
-    own = head.own
-    require(own, "hidden_act", ("silu", "swish"), "silu")
-    require(own, "use_sliding_window", (False, None), False)
-    head_files.check_sees_all(own)
-    width = size(own, "hidden_size")
-    head_files.check_target(width, size(own, "vocab_size", target.vocab_size), target)
-    tables = head_files.whole_tables_of(head, target, width, "an MTP layer")
-    return EagleConfig(
-        layers=head_files.layers_of(head, prefix, num_layers=1, width=width, vocab=tables.vocab),
-        target_vocab_size=target.vocab_size,
-        aux_layers=(before_final_norm(target.num_layers),),
-        is_mtp=True,
-        has_embedding=tables.has_embedding,
-        has_head=tables.has_head,
-    )
+read_mtp = Reader("an MTP layer", _parse, prepare=_without_model)
 
 
 def _check_count(head: Head) -> None:
@@ -143,3 +124,30 @@ def _check_dense(head: Head) -> None:
             "FastMTPSpeculator, of versions of speculators under development, has other "
             "equations; convert the layer with speculators 0.6 or later."
         )
+
+
+def _raw(config: EagleConfig, target: OfTarget) -> Json:
+    layers = head_writing.layers_json(config, "qwen3" if config.layers.qk_norm else "llama")
+    own = {"num_nextn_predict_layers": 1}
+    return head_writing.speculators_json(METHOD, "MTPDraftModel", 1, target, own, layers)
+
+
+MTP = Kind(
+    METHOD,
+    "MTP",
+    {
+        "speculators": Naming(
+            _raw,
+            eagle.weights_of,
+            (),
+            given={
+                "has_hidden_first": False,
+                "fc_bias": False,
+                "layers.layer_windows": (),
+                **BIASES_OF_ALL,
+                "layers.mlp_bias": False,
+            },
+            nested=NESTED,
+        ),
+    },
+)

@@ -5,50 +5,39 @@ Source: the loaders of vLLM for its `medusa` and `eagle` configs, before 0.33 (b
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
-from specjax.heads.namings.head_files import TARGET_IDS, Head
-from specjax.models import two_places
+from specjax.heads.namings.head_files import TARGET_IDS, Head, check_logit_scale
 from specjax.models.base import ModelConfig
-from specjax.models.config_values import flag, optional_number, shown, size
+from specjax.models.config_values import flag, shown, size
 
 TOKEN_MAP = "token_map"
 # What vLLM's EAGLE leaves out unless `model` says otherwise; files have them all the same.
 _LEFT_OUT = ("layers.0.input_layernorm.weight", "norm.weight")
+_USUAL = {"skip_prenorm": True, "skip_output_norm": True, "add_para_norm": False}
+_PREFIX = re.compile(r"^(model\.)+")
 
 
-def plain_eagle(head: Head) -> tuple[Head, tuple[str, ...]]:
-    """Returns an EAGLE head of vLLM's form in the naming of EAGLE, and notes; others as they are.
+def plain_eagle(head: Head) -> tuple[Head, list[str]]:
+    """Returns an EAGLE head of vLLM's form in the naming of EAGLE, and tensors that are left out.
 
     Raises:
       ValueError: it has norms that vLLM's own form of EAGLE adds.
     """
     raw = head.raw
-    if raw.get("model_type") != two_places.EAGLE_TYPE:
-        return head, ()
-    for key, usual in (
-        ("skip_prenorm", True),
-        ("skip_output_norm", True),
-        ("add_para_norm", False),
-    ):
+    for key, usual in _USUAL.items():
         if flag(raw, key, usual) is not usual:
             raise ValueError(
                 f"{key}={shown(raw[key])} is not supported: its head has norms that EAGLE has not."
             )
-    if optional_number(raw, "logit_scale") not in (None, 1.0):
-        raise ValueError(f"logit_scale={shown(raw['logit_scale'])} is not supported; expected 1.")
-    tensors = {_bare(name): tensor for name, tensor in head.tensors.items()}
+    check_logit_scale(raw)
+    tensors = {_PREFIX.sub("", name): tensor for name, tensor in head.tensors.items()}
     if len(tensors) != len(head.tensors):
         raise ValueError("two tensors have one name but for its prefix; use the file as published.")
     left_out = [name for name in _LEFT_OUT if tensors.pop(name, None) is not None]
-    notes = (f"{', '.join(left_out)} are not used, as in vLLM",) if left_out else ()
-    return head._replace(tensors=tensors), notes
-
-
-def _bare(name: str) -> str:
-    while name.startswith("model."):
-        name = name.removeprefix("model.")
-    return name
+    return head._replace(tensors=tensors), left_out
 
 
 def with_offsets(head: Head, target: ModelConfig, heads: tuple[str, ...]) -> Head:

@@ -17,7 +17,7 @@ import specjax
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters import one_pass
 from specjax.drafters.base import DrafterContext
-from specjax.drafters.token_by_token import of_head
+from specjax.drafters.token_by_token import Fed, of_head
 from specjax.heads import deferring
 from specjax.heads.dflash import _Head
 from specjax.heads.equations import dflash
@@ -341,9 +341,8 @@ class Rows:
             tokens.append(jnp.argmax(all_logits[-1], axis=1))
             positions = lengths + ahead
             history = history.at[jnp.arange(2), positions].set(tokens[-1])
-            hidden, state = self.head.feed(
-                params, state, decode_state, history, positions, takes_part, hidden, ahead
-            )
+            fed = Fed(decode_state, history, positions, takes_part, hidden, ahead)
+            hidden, state = self.head.feed(params, state, fed)
         return block, jnp.stack(all_logits), jnp.stack(tokens), estimates, state.pages
 
 

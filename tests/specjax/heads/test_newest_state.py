@@ -14,6 +14,7 @@ from head_folders import put, random_tensors, without, write
 
 import specjax
 from specjax.drafters.base import DrafterContext
+from specjax.drafters.token_by_token import Fed
 from specjax.heads.equations import medusa, mlp_speculator
 from specjax.heads.equations.medusa import OF_VLLM, PUBLISHED, MedusaConfig
 from specjax.heads.equations.mlp_speculator import MlpSpeculatorConfig
@@ -142,9 +143,8 @@ class Rows:
         found = [self.head.logits(self.params, hidden, depth_of(0))[row]]
         for depth in range(1, len(tokens)):
             at = jnp.full(2, 10 + depth, jnp.int32)
-            hidden, _ = self.head.feed(
-                self.params, self.state, decode_state, history, at, is_fed, hidden, depth_of(depth)
-            )
+            fed = Fed(decode_state, history, at, is_fed, hidden, depth_of(depth))
+            hidden, _ = self.head.feed(self.params, self.state, fed)
             found.append(self.head.logits(self.params, hidden, depth_of(depth))[row])
         return np.stack(found)
 

@@ -17,7 +17,7 @@ from specjax.config.speculation import SpeculationConfig
 from specjax.drafters import one_pass
 from specjax.drafters.one_pass import Asked
 from specjax.drafters.spec import HybridDrafter
-from specjax.drafters.token_by_token import of_head
+from specjax.drafters.token_by_token import Fed, of_head
 from specjax.heads import deferring
 from specjax.heads.parallel_eagle import ParallelHead
 from specjax.heads.specs import EagleDrafter
@@ -78,9 +78,8 @@ class MaskRows(Rows):
             # Every draft token is another than said, as none is read.
             history = self.history.at[row, root + ahead].set((tokens[-1] + 1) % VOCAB)
             positions = jnp.full(2, root + ahead, jnp.int32)
-            hidden, drafting = head.feed(
-                self.params, drafting, decode_state, history, positions, is_asked, hidden, ahead
-            )
+            fed = Fed(decode_state, history, positions, is_asked, hidden, ahead)
+            hidden, drafting = head.feed(self.params, drafting, fed)
         # With the keys and values of masks, as a step leaves them.
         self.state = self.state._replace(pages=drafting.pages)
         return found, tokens
