@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specjax.cli.prompts import messages_of
 
 if TYPE_CHECKING:
-    from specjax.api.generation import Completion, Generation
+    from specjax.api.results import Completion, Generation
 
 _OUTPUT_FIELDS = (
     "prompt_index",

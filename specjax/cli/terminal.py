@@ -13,7 +13,7 @@ from specjax.cli.prompts import messages_of
 from specjax.runtime.seconds import every_second
 
 if TYPE_CHECKING:
-    from specjax.api.generation import Chunk, Completion, GenerationStats
+    from specjax.api.results import Chunk, Completion, GenerationStats
     from specjax.engine.request import TextPiece, TokenLogProbs
 
 DIM, DRAFT, BOLD, RESET = "\x1b[2m", "\x1b[32m", "\x1b[1m", "\x1b[0m"
