@@ -66,18 +66,18 @@ def pytest_collection_modifyitems(config, items):
 
 
 # A process may hold 65,530 maps of memory on Linux, and what was compiled for a CPU lies in a
-# few to some hundreds each. Past the limit the compiler crashes, so tests stay far below it.
-MAX_MAPS_AFTER_A_MODULE = 10_000
-MAX_MAPS_AFTER_A_TEST = 30_000  # a later test of the module may use what an earlier one compiled
+# few to some hundreds each. Past the limit the compiler crashes, so tests stay below half of it.
+# Rarely: dropping all takes seconds, and what is used again is compiled again.
+MAX_MAPS = 30_000
 COMPILES_S = 1.0  # a test that took less has compiled little, and counting maps takes time
 
 
-def drop_compiled_above(max_maps):
-    """Drops what was compiled so far if it takes more than `max_maps` maps of memory."""
+def drop_compiled_if_much():
+    """Drops what was compiled so far if it takes more than MAX_MAPS maps of memory."""
     from specjax.decode.decoder import shared_decoder
 
     maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > max_maps:
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
         shared_decoder.cache_clear()
         jax.clear_caches()
         gc.collect()
@@ -87,7 +87,7 @@ def drop_compiled_above(max_maps):
 def few_memory_maps():
     """Between modules little of what was compiled can be used again."""
     yield
-    drop_compiled_above(MAX_MAPS_AFTER_A_MODULE)
+    drop_compiled_if_much()
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def few_memory_maps_within_a_module():
     begin = time.monotonic()
     yield
     if time.monotonic() - begin > COMPILES_S:
-        drop_compiled_above(MAX_MAPS_AFTER_A_TEST)
+        drop_compiled_if_much()
 
 
 @pytest.fixture(autouse=True)

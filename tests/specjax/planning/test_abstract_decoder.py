@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels.implementations import lowered_for
 from specjax.config.engine import EngineConfig
-from specjax.decode import executables
+from specjax.decode import steps
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
@@ -159,7 +159,7 @@ def test_a_burst_is_compiled_with_the_options_of_the_decoder(monkeypatch):
     monkeypatch.setattr(AbstractDecoder, "_lower", lambda *_, **__: lowered)
     gpu = types.SimpleNamespace(platform="gpu")
     monkeypatch.setattr(AbstractDecoder, "device", gpu)
-    monkeypatch.setattr(executables, "burst_options", lambda device, mesh: {"of": device})
+    monkeypatch.setattr(steps, "burst_options", lambda device, mesh: {"of": device})
     abstract = make(AbstractDecoder)
     abstract.compile_burst(1)
     abstract.compile_prefill(1, 16)
