@@ -22,7 +22,7 @@ from specjax.cli import (
 from specjax.cli.parser import add_aux_layer_ids, json_or_file
 from specjax.config.names import BY_NAME, DRAFTERS, NO_DRAFTER, check_drafter
 from specjax.config.rules import VERIFICATION_RULES
-from specjax.config.speculation import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
+from specjax.config.speculation import DEFAULT_MOST, SpeculationConfig
 from specjax.config.vllm_json import HEADS
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "--num-speculative-tokens",
         type=int,
         metavar="K",
-        help=f"most tokens drafted per step; 0 is off (default {DEFAULT_NUM_SPECULATIVE_TOKENS}; "
+        help=f"most tokens drafted per step; 0 is off (default: up to {DEFAULT_MOST}; "
         f"{EMBEDDED_K} for one text of the embedded model, or {EMBEDDED_WARM_K} above "
         f"temperature {WARM})",
     )

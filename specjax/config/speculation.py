@@ -22,7 +22,9 @@ from specjax.config.rules import VERIFICATION_RULES, VerificationRule, unknown_r
 Policy: TypeAlias = Literal["goodput", "fixed"]
 POLICIES = get_args(Policy)
 
-DEFAULT_NUM_SPECULATIVE_TOKENS = 4
+# K where none is given: the one of a fixed K, and the largest that goodput may choose. A chain of 7
+# and its root are 8 tokens, to which products of 5 to 7 are padded on many devices.
+DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_MOST = 4, 7
 
 MAX_DRAFT_NODES = 255
 
@@ -252,7 +254,12 @@ class SpeculationConfig:
         if table is not None and self.speculative_token_tree is None:
             return batch_size_table.most(table)
         tree = self.speculative_token_tree
-        return DEFAULT_NUM_SPECULATIVE_TOKENS if tree is None else max(map(len, tree))
+        if tree is not None:
+            return max(map(len, tree))
+        is_chain = self.tree_top_k is None and self.prompt_lookup_matches == 1
+        is_exact = self.verification in ("greedy", "seeded", "delta")
+        finds_k = is_chain and is_exact and self.policy != "fixed"
+        return DEFAULT_MOST if finds_k else DEFAULT_NUM_SPECULATIVE_TOKENS
 
     @property
     def has_tree(self) -> bool:

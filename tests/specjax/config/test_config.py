@@ -199,7 +199,10 @@ def test_speculation_config_at_its_edges():
 @pytest.mark.parametrize(
     ("fields", "depth"),
     [
-        ({}, 4),
+        ({}, 7),
+        ({"policy": "fixed"}, 4),
+        ({"verification": "rejection"}, 4),
+        ({"prompt_lookup_matches": 2}, 4),
         ({"num_speculative_tokens": 0}, 0),
         ({"num_speculative_tokens": 7}, 7),
         ({"speculative_token_tree": (2, 1)}, 2),
@@ -212,7 +215,7 @@ def test_the_depth_follows_from_what_was_written(fields, depth):
         assert config.depth == depth
         written = fields.get("num_speculative_tokens")
         assert config.num_speculative_tokens == written
-        again = dataclasses.replace(config, verification="delta")
+        again = dataclasses.replace(config, speculation_max_rows=3)
         assert (again.depth, again.num_speculative_tokens) == (depth, written)
 
 
