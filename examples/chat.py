@@ -56,7 +56,10 @@ def prompt_of(target, messages):
     """Returns the messages for the model's chat template, or as text where it has none."""
     if target.tokenizer.chat_template is not None:
         return messages
-    return "\n".join(message["content"] for message in messages)
+    contents = [isinstance(each, dict) and each.get("content") for each in messages]
+    if not all(isinstance(content, str) for content in contents):
+        raise ValueError("a model without a chat template takes messages whose content is text.")
+    return "\n".join(contents)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,14 @@ import asyncio
 import json
 import logging
 import time
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import uvicorn
 from chat import prompt_of
 from prometheus import metrics_text
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
@@ -44,7 +45,9 @@ def app_of(engine, target):
         body, is_chat = json.loads(await read(request)), "chat" in request.url.path
         if not isinstance(body, dict):
             raise ValueError("the body must be a JSON object.")
-        body.setdefault("max_tokens", body.pop("max_completion_tokens", None))  # its newer name
+        body = {name: value for name, value in body.items() if value is not None}
+        if "max_completion_tokens" in body:  # the newer name
+            body["max_tokens"] = body.pop("max_completion_tokens")
         if unknown := set(body) - SAMPLING - OTHERS:
             raise ValueError(f"{', '.join(sorted(unknown))}: not supported here; leave it out.")
         if is_chat and not isinstance(body.get("messages"), list):
@@ -52,7 +55,7 @@ def app_of(engine, target):
         is_streamed, options = body.get("stream") or False, body.get("stream_options") or {}
         if not isinstance(is_streamed, bool) or not isinstance(options, dict):
             raise ValueError("stream must be true or false, and stream_options an object.")
-        wanted = {name: body[name] for name in SAMPLING & set(body) if body[name] is not None}
+        wanted = {name: body[name] for name in SAMPLING & set(body)}
         prompt = prompt_of(target, body["messages"]) if is_chat else body.get("prompt")
         sampling = specjax.SamplingParams(**wanted)
         chunks = engine.astream(prompt, sampling, token_by_token=is_streamed)
@@ -84,10 +87,13 @@ def app_of(engine, target):
 async def read(request):
     """Returns the body; raises ValueError for one that is too long."""
     body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > MOST_BYTES:
-            raise ValueError(f"the body has more than {MOST_BYTES} bytes.")
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_BYTES:
+                raise ValueError(f"the body has more than {MOST_BYTES} bytes.")
+    except ClientDisconnect:
+        raise HTTPException(499) from None
     return body
 
 
@@ -165,7 +171,8 @@ def main(argv=None):
     target = specjax.load_model(args.model)
     with specjax.Engine(target, drafter=drafter) as engine:
         app = app_of(engine, target)
-        uvicorn.run(app, port=args.port, timeout_graceful_shutdown=1)  # on 127.0.0.1
+        with suppress(KeyboardInterrupt):
+            uvicorn.run(app, port=args.port, lifespan="off", timeout_graceful_shutdown=1)
 
 
 if __name__ == "__main__":

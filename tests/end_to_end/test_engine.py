@@ -752,7 +752,7 @@ def test_a_queue_that_never_ends_teaches_what_drafts_cost(target, draft):
     measured = policy.costs.measured
     assert measured
     assert all(policy.costs.seconds(bucket, 50) > 0 for bucket in measured)
-    assert policy.ledger.routine_s > 0
+    assert policy.ledger.lived_s > 0
 
 
 def test_a_bad_number_of_steps_ends_no_request(make):

@@ -190,6 +190,7 @@ def test_several_ngram_matches_make_a_tree(target, sampling, num_nodes):
     for num_matches in (1, 4):
         config = SpeculationConfig(
             method="ngram",
+            num_speculative_tokens=4,
             prompt_lookup_matches=num_matches,
             num_draft_nodes=num_nodes if num_matches > 1 else None,
             prompt_lookup_min=1,

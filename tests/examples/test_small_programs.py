@@ -164,6 +164,9 @@ def test_a_template_gets_messages():
     assert chat.prompt_of(Target, messages) is messages
     Tokenizer.chat_template = None
     assert chat.prompt_of(Target, messages) == "a\nb"
+    for wrong in ([{"role": "user"}], [1], [{"content": None}], [{"content": ["a"]}]):
+        with pytest.raises(ValueError, match="whose content is text"):
+            chat.prompt_of(Target, wrong)
 
 
 @pytest.mark.full
@@ -263,7 +266,7 @@ def test_a_server_streams_or_answers_whole(served):
     assert json.loads(whole)["choices"] == [{"index": 0, "finish_reason": "length", "text": text}]
     assert json.loads(whole)["usage"]["completion_tokens"] == 24
     assert max(each.num_steps for each in engine.stats.decisions) > 2  # not token by token
-    newer = {"temperature": 0, "max_completion_tokens": 24}
+    newer = {"temperature": 0, "max_completion_tokens": 24, "max_tokens": None, "echo": None}
     _, whole = asked(port, "/v1/chat/completions", json.dumps(newer | MESSAGES))
     assert json.loads(whole)["choices"][0]["message"]["content"] == text
     ask = GREEDY | MESSAGES | {"stream": True, "n": 2, "stream_options": {"include_usage": True}}

@@ -191,7 +191,6 @@ def test_equal_scores_seen_last_block_first_give_the_lowest(kind, excess):
     np.testing.assert_array_equal(index, values.argmax(axis=1))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("num_blocks", [0, 1, argmax.FEW, argmax.FEW + 1])
 def test_scores_of_few_blocks(num_blocks):
     """One value in each of num_blocks blocks, the last, cut short, among them."""
