@@ -67,6 +67,7 @@ def policy_of(
         # distributions; slots of trees are counted by node.
         ranks=not (drafter.is_tree or decoder.config.rules or is_bounded),
         knows_confidence=drafter.has_probs,
+        abstains=decoder.config.narrows,
         ledger=known.ledgers.get(acceptance_kind),
     )
 

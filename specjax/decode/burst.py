@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -41,7 +40,6 @@ def burst(
     params: DecoderParams,
     state: DecodeState,
     plan: BurstPlan,
-    any_shard: Callable[[Array], Array] = lambda flag: flag,
 ) -> tuple[DecodeState, StepInfo, Array]:
     """Applies the plan, then runs up to plan.num_steps steps.
 
@@ -49,7 +47,6 @@ def burst(
 
     Args:
       max_steps: static, length of the report; plan.num_steps is at most this.
-      any_shard: combines the bool[] of all shards by "or", so that all stop at the same step.
 
     Returns:
       The state, StepInfo with a leading [max_steps] axis of which the first
@@ -70,8 +67,8 @@ def burst(
 
     def noted(at: _Progress, state: DecodeState, info: StepInfo) -> _Progress:
         report = jax.lax.dynamic_update_index_in_dim(at.report, pack(info), at.num_steps, 0)
-        has_work = any_shard(jnp.any(state.is_active))
-        has_ended = any_shard(jnp.any(info.finish != RUNNING))
+        has_work = spec.most_of_shards(jnp.any(state.is_active))
+        has_ended = spec.most_of_shards(jnp.any(info.finish != RUNNING))
         goes_on = has_work & ~(has_ended & plan.stop_when_finished)
         return _Progress(at.num_steps + 1, state, report, goes_on)
 
@@ -98,7 +95,7 @@ def burst(
         return at._replace(state=absorb_waiting(spec, params, at.state, waiting))
 
     waits = bool(spec.taps) and not spec.num_speculative_tokens
-    begun = _Progress(jnp.int32(0), state, report, any_shard(jnp.any(state.is_active)))
+    begun = _Progress(jnp.int32(0), state, report, spec.most_of_shards(jnp.any(state.is_active)))
     with in_a_loop():
         end = jax.lax.while_loop(proceeds, one_window if waits else one_step, begun)
     state = end.state

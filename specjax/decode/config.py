@@ -72,3 +72,8 @@ class DecoderConfig:
     def token_bucket(self) -> int | None:
         """Number of tokens computed at once under invariant numerics; None: all of them."""
         return self.engine.token_bucket if self.engine.numerics == "invariant" else None
+
+    @property
+    def narrows(self) -> bool:
+        """Whether a step that drafts is as wide as what was drafted: see `verify.widths`."""
+        return self.drafter.abstains and self.token_bucket is None

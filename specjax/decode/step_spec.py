@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, lax
 
 from specjax.config.rules import Rule
 from specjax.decode.config import DecoderConfig
@@ -53,6 +54,12 @@ class StepSpec:
     def of_kept(self, states: tuple[Array, ...]) -> tuple[Array, ...]:
         """Returns those of the states of `read` that are kept."""
         return tuple(states[self.read.index(layer)] for layer in self.kept)
+
+    def most_of_shards(self, value: Array) -> Array:
+        """Returns the largest i32[] or bool[] of all data shards, so that all go the same way."""
+        if self.decoder.num_shards == 1:
+            return value
+        return lax.pmax(value.astype(jnp.int32), sharding.DATA).astype(value.dtype)
 
     @property
     def config(self) -> ModelConfig:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.implementations import by_name, default_device, trusting
@@ -127,7 +126,7 @@ class Steps:
             # Inside the traced function: a drafter is built once per compilation, not per call.
             spec = self._bucket_spec(bucket, state)
             steps = self.sizes.burst_steps
-            return burst(spec, steps, params, state, plan, any_shard=self._any_shard)
+            return burst(spec, steps, params, state, plan)
 
         in_specs = self.param_specs(params), self._plan_specs(bucket)
         return Step(StepKey(BURST, bucket), run, in_specs, (self._report, WHOLE))
@@ -438,11 +437,6 @@ class Steps:
             draft_caps=rows,
             row_ids=None if bucket.rows == self.sizes.rows else rows,
         )
-
-    def _any_shard(self, flag: Array) -> Array:
-        if self.num_shards == 1:
-            return flag
-        return jax.lax.pmax(flag.astype(jnp.int32), sharding.DATA) > 0
 
     def param_specs(self, params: DecoderParams) -> DecoderParams | None:
         if self.mesh is None:

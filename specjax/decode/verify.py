@@ -67,6 +67,9 @@ def verify(
 ) -> tuple[PagedKVCache, Verification]:
     """Runs the target over each active row's root and drafts, and applies the row's rule.
 
+    Where the drafter may propose nothing, the forward is as wide as what was proposed: the
+    narrowest of `widths` that holds it.
+
     Args:
       beside: prompt tokens of other rows, to run through the same matmuls.
 
@@ -74,14 +77,68 @@ def verify(
       The cache with the keys and values of all nodes written and lengths unchanged, and the
       verification.
     """
-    size = _tokens_at_once(spec, proposal, state.rows)
-    batch = _make_batch(spec, state, proposal, size)
+    every = widths(spec, proposal, state.rows)
+    at = functools.partial(_verify_at, spec, params, state, proposal, beside, every[-1])
+    if len(every) == 1 or beside is not None:
+        return at(every[-1])
+    place = spec.most_of_shards(narrowest(every, proposal.num_tokens, state.is_active))
+    return lax.switch(place, [functools.partial(at, width) for width in every])
+
+
+class Width(NamedTuple):
+    """How much one forward of a step holds: nodes of all rows, and of any one."""
+
+    num_nodes: int
+    per_row: int
+
+
+def widths(spec: StepSpec, proposal: Proposal, num_rows: int) -> tuple[Width, ...]:
+    """Returns the widths that a step is compiled for, ascending.
+
+    The last holds every proposal. Where the drafter may propose nothing, the first is that of
+    plain decoding; of several rows few may have drafts, so that half of the last comes between.
+    """
+    widest = Width(_num_nodes(spec, proposal, num_rows), proposal.num_nodes)
+    if not (spec.decoder.narrows and proposal.max_depth):
+        return (widest,)
+    half = widest._replace(num_nodes=widest.num_nodes // 2)
+    return Width(num_rows, 1), *[half] * (half.num_nodes > num_rows > 1), widest
+
+
+def narrowest(every: tuple[Width, ...], num_tokens: Array, is_active: Array) -> Array:
+    """Returns the place of the narrowest of `widths` that holds what was proposed, i32[].
+
+    Args:
+      num_tokens: i32[rows], draft tokens of each row; those of inactive rows do not count.
+      is_active: bool[rows].
+    """
+    per_row = jnp.where(is_active, num_tokens + 1, 0)
+    fits = [
+        (jnp.sum(per_row) <= width.num_nodes) & (jnp.max(per_row) <= width.per_row)
+        for width in every
+    ]
+    return jnp.argmax(jnp.stack(fits)).astype(jnp.int32)
+
+
+def _verify_at(
+    spec: StepSpec,
+    params: Params,
+    state: DecodeState,
+    proposal: Proposal,
+    beside: Part | None,
+    widest: Width,
+    width: Width,
+) -> tuple[PagedKVCache, Verification]:
+    """Returns `verify` with a forward of one width, which holds all that is proposed; the results
+    have the shapes of the widest."""
+    size = _tokens_at_once(spec, proposal, width)
+    batch = _make_batch(spec, state, proposal, width, size)
     hidden, pages, tapped = forward(
         params,
         spec.config,
         state.cache.pages,
         batch,
-        max_tokens_per_row=proposal.num_nodes,
+        max_tokens_per_row=width.per_row,
         token_bucket=spec.token_bucket,
         tensor_axis=spec.tensor_axis,
         beside=beside,
@@ -99,6 +156,8 @@ def verify(
     if spec.read:
         path = nodes_on_path(verification.acceptance)
         places = jnp.take_along_axis(flat, path, axis=1)
+        more = round_up(widest.num_nodes, _tokens_at_once(spec, proposal, widest)) - len(hidden)
+        tapped = jax.tree.map(lambda each: jnp.pad(each, ((0, more), (0, 0))), tapped)
         verification = verification._replace(tapped=tapped, places=places)
     return dataclasses.replace(state.cache, pages=pages), verification
 
@@ -265,14 +324,14 @@ def _by_equality(proposal: Proposal, said: tuple[Choice, LogProbs], flat: Array)
 
 
 def _make_batch(
-    spec: StepSpec, state: DecodeState, proposal: Proposal, size: int | None
+    spec: StepSpec, state: DecodeState, proposal: Proposal, width: Width, size: int | None
 ) -> TokenBatch:
     """Lays out each active row's root and draft tokens, in whole buckets of `size`."""
     cache = state.cache
     counts = jnp.where(state.is_active, proposal.num_tokens + 1, 0)
     place = state.history, cache.block_table, cache.lengths, counts
-    num_tokens = round_up(_num_nodes(spec, proposal, state.rows), size)
-    if proposal.num_nodes == 1 and num_tokens == state.rows:
+    num_tokens = round_up(width.num_nodes, size)
+    if width.per_row == 1 and num_tokens == state.rows:
         return make_decode_batch(
             *place[:3], state.is_active, page_size=cache.page_size, num_slots=cache.num_slots
         )
@@ -314,15 +373,14 @@ def _num_nodes(spec: StepSpec, proposal: Proposal, num_rows: int) -> int:
     return min(num_rows + spec.max_drafts_per_shard, num_nodes)
 
 
-def _tokens_at_once(spec: StepSpec, proposal: Proposal, num_rows: int) -> int | None:
+def _tokens_at_once(spec: StepSpec, proposal: Proposal, width: Width) -> int | None:
     """Returns how many tokens have their logits computed at once; None means all of them."""
     if spec.token_bucket is not None:
         return spec.token_bucket
-    num_nodes = _num_nodes(spec, proposal, num_rows)
     # Chunks of equal size: the batch is padded to a multiple of it.
-    size = equal_chunk(num_nodes, spec.logit_bytes // (4 * spec.config.vocab_size))
+    size = equal_chunk(width.num_nodes, spec.logit_bytes // (4 * spec.config.vocab_size))
     # Rules need whole rows, and have chunks of their own (by_rules_in_chunks).
-    if size == num_nodes or (spec.rules and proposal.max_depth):
+    if size == width.num_nodes or (spec.rules and proposal.max_depth):
         return None
     return size
 

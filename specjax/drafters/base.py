@@ -175,6 +175,8 @@ class DrafterSpec:
       has_probs: whether proposals set the distribution that their tokens were drawn from, where
         the context asks for it (`keeps_probs`), and confidences (`says_confidence`).
       takes_text: whether the engine passes the text of rows to `Drafter.remember`.
+      abstains: whether it may propose nothing for a row that is asked. Steps then are as wide as
+        what was proposed, at a few widths, each of which is compiled.
       learns: whether the drafts of a row may depend on more than its tokens, sampling
         parameters and seed: on the text of other rows, or on acceptance of earlier drafts.
       num_shards: devices of the tensor axis that share its weights and pages; 1: each device
@@ -185,6 +187,7 @@ class DrafterSpec:
 
     can_draft: ClassVar[bool] = True
     has_probs: ClassVar[bool] = False
+    abstains: ClassVar[bool] = True
     takes_text: ClassVar[bool] = False
     learns: ClassVar[bool] = False
 

@@ -172,6 +172,7 @@ class Shaped(DrafterSpec):
     shape: TreeShape | Growth | None
 
     has_probs: ClassVar[bool] = True
+    abstains: ClassVar[bool] = False
 
     @property
     def is_tree(self) -> bool:
@@ -391,6 +392,7 @@ class HybridDrafter(DrafterSpec):
     corpus_tokens: int = CORPUS_TOKENS
     min_match: int = 2
 
+    abstains: ClassVar[bool] = False
     takes_text: ClassVar[bool] = True
     learns: ClassVar[bool] = True
 

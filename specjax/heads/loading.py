@@ -338,7 +338,7 @@ def _check_members(spec: DrafterSpec) -> None:
         ),
     }
     checks["likely_faults"] = (functools.partial(_is_tuple_of, str), "a tuple of str")
-    flags = "can_draft", "has_probs", "takes_text", "learns", "is_tree", "is_grown"
+    flags = "can_draft", "has_probs", "abstains", "takes_text", "learns", "is_tree", "is_grown"
     checks |= {name: (lambda value: isinstance(value, bool), "a bool") for name in flags}
     for name, (is_right, expected) in checks.items():
         value = getattr(spec, name)

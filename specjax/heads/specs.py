@@ -48,6 +48,8 @@ class _OverTarget(DrafterSpec):
 
     config: Any
 
+    abstains: ClassVar[bool] = False
+
     @property
     def taps(self) -> tuple[int, ...]:
         return self.config.aux_layers

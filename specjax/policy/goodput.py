@@ -130,6 +130,8 @@ class Goodput:
       ranks: whether fewer slots than rows * K may go to the likeliest tokens: Bucket.max_drafts.
       knows_confidence: whether the drafter returns a confidence per token. The device ranks
         slots by it; without it the policy ranks them by the rows' acceptance rates.
+      abstains: whether the drafter may propose nothing; a step in which it does so for all rows
+        is as narrow as plain decoding.
       ledger: budget and regret of earlier runs of the pair; by default empty.
       survival: acceptance known so far; updated by `observe`. By default empty.
       clock: returns seconds; times how long a run is.
@@ -145,6 +147,7 @@ class Goodput:
         depths: Sequence[int] | None = None,
         ranks: bool = True,
         knows_confidence: bool = False,
+        abstains: bool = False,
         ledger: Ledger | None = None,
         survival: Survival | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -158,6 +161,7 @@ class Goodput:
         self._depths = ladder(max_speculative_tokens) if depths is None else depths
         self._ranks = ranks
         self._knows_confidence = knows_confidence
+        self._abstains = abstains
         self._beside = BesidePrompts()
         self._last: Bucket | None = None  # that ran and was no probe
         self._again: list[Bucket] = []  # probed in the next bursts too, from the end
@@ -247,12 +251,16 @@ class Goodput:
             if (rate := self._rates[other]) > own * (1 + MARGIN):
                 self.ledger.miss(other, (1 - own / rate) * seconds)
         behind = outcome.num_behind - 1 if bucket.num_speculative_tokens else 0
+        is_wide = 1.0
+        if self._abstains and bucket.num_speculative_tokens:
+            is_wide = np.asarray(outcome.draft_depth).any(axis=1).mean()
         self.costs.observe(
             bucket,
             outcome.num_context_tokens,
             seconds / outcome.num_steps,
             outcome.num_steps,
             max(behind, 0),
+            float(is_wide),
         )
 
     # Beside prompts
@@ -312,7 +320,8 @@ class Goodput:
         tokens = [load.num_decoding_rows + gained for gained in slots.all_expected(buckets)]
         contexts = [_midway(load, each) for each in tokens]
         steps = [self._usual_steps(bucket, load) for bucket in buckets]
-        predicted = self.costs.predict(buckets, contexts, steps)
+        shares = self._wide_shares(buckets, load)
+        predicted = self.costs.predict(buckets, contexts, steps, wide_shares=shares)
         plain = next((at for at, b in enumerate(buckets) if not b.num_speculative_tokens), 0)
         doubts = predicted.deviations(plain).tolist() if buckets else []
         rows, less = load.num_decoding_rows, self.survival.optimism(-1.0).tolist()
@@ -326,6 +335,13 @@ class Goodput:
                 rate *= 1 - MARGIN  # the likeliest by estimates, some of which were lucky
             found.append(_Candidate(bucket, own, seconds, rate, slots, at, doubt))
         return found, predicted
+
+    def _wide_shares(self, buckets: Sequence[Bucket], load: Load) -> list[float] | None:
+        """Returns how many of each bucket's steps have a draft token; None: all of them."""
+        if not self._abstains:
+            return None
+        none = (1 - self.survival.presence()[0]) ** load.num_decoding_rows
+        return [1 - none if bucket.num_speculative_tokens else 1.0 for bucket in buckets]
 
     def _usual_steps(self, bucket: Bucket, load: Load) -> float:
         """Returns the steps of a burst that is no probe, which pages may cut short."""

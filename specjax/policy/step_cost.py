@@ -5,7 +5,8 @@
 base is the prediction from bytes and operations (`step_prior`), or 1 where there is none. The
 terms are computed tokens, draft forwards, rows that draft, context, context beside drafts, a
 burst's fixed time and the drafter's catch-up. `own` is what the sum misses of a bucket, `drift`
-how slow the machine is now.
+how slow the machine is now. Where a drafter may propose nothing, some steps of a burst are as narrow
+as plain decoding, and its seconds are the mean of both by their share.
 
 The belief is over the logarithms of coefficients, `own` and `drift`, which are normal with a
 covariance: an extended Kalman filter, where each measurement is linear in them about the mean. So
@@ -58,6 +59,7 @@ class Burst(NamedTuple):
     seconds: float  # per step, of all that the burst took
     num_steps: int = USUAL_STEPS
     num_behind: int = 0  # tokens of catch-up, in the row with most of them
+    wide_share: float = 1.0  # of its steps, those with a draft token; others are plain decoding's
 
 
 class Prediction(NamedTuple):
@@ -170,6 +172,7 @@ class StepCosts:
         seconds: float,
         num_steps: int = USUAL_STEPS,
         num_behind: int = 0,
+        wide_share: float = 1.0,
     ) -> None:
         """Adds one burst: seconds per step, of all that it took.
 
@@ -179,7 +182,7 @@ class StepCosts:
         if not 0 < seconds < math.inf:
             raise ValueError(f"{seconds=} of a step must be above 0 and finite.")
         self._build()
-        burst = Burst(bucket, context, seconds, num_steps, num_behind)
+        burst = Burst(bucket, context, seconds, num_steps, num_behind, wide_share)
         self._update(burst)
         if _is_sound(burst):
             self._keep(burst, is_own=True)
@@ -198,32 +201,24 @@ class StepCosts:
         contexts: Sequence[float],
         num_steps: Sequence[float],
         num_behind: int = 0,
+        wide_shares: Sequence[float] | None = None,
     ) -> Prediction:
         """Returns the expected seconds of each bucket's step, in a burst of some steps.
 
         Args:
           num_behind: tokens of catch-up in each burst.
+          wide_shares: of its steps, those with a draft token; by default all.
         """
         self._build()
-        assert self._places is not None
-        logs, slopes = self._linear(buckets, contexts, num_steps, [num_behind] * len(buckets))
-        along = np.zeros((len(buckets), len(self._mean)))
-        along[:, :_NUM], along[:, _DRIFT] = slopes, 1.0
-        lacking = np.zeros(len(buckets))
-        for at, bucket in enumerate(buckets):
-            place = self._places.get(bucket)
-            if place is None:
-                lacking[at] = OWN_SD**2
-            else:
-                along[at, place] = 1.0
-        logs += along[:, _NUM:] @ self._mean[_NUM:]
+        behind = [num_behind] * len(buckets)
+        logs, along, lacking = self._expected(buckets, contexts, num_steps, behind, wide_shares)
         return Prediction(np.exp(logs), along, lacking, self._covariance)
 
     # Records
 
     def to_records(self) -> list[dict[str, Any]]:
         """Returns the kept bursts, for JSON, the oldest first."""
-        names = ("context_tokens", "step_s", "num_steps", "num_behind")
+        names = ("context_tokens", "step_s", "num_steps", "num_behind", "wide_share")
         return [
             dict(zip(Bucket._fields, burst.bucket)) | dict(zip(names, burst[1:]))
             for _, _, burst in self._all_kept()
@@ -308,15 +303,17 @@ class StepCosts:
         own = np.arange(_DRIFT + 1, size)
         own = own[covariance[own, own] < OWN_SD**2]
         covariance[own, own] += FORGOTTEN_SD**2
-        (expected,), (slopes,) = self._linear(
-            [burst.bucket], [burst.context], [burst.num_steps], [burst.num_behind]
+        (expected,), (along,), (lacking,) = self._expected(
+            [burst.bucket],
+            [burst.context],
+            [burst.num_steps],
+            [burst.num_behind],
+            [burst.wide_share],
         )
-        along = np.zeros(size)
-        along[:_NUM], along[[_DRIFT, place]] = slopes, 1.0
         gained = covariance @ along
-        noise = NOISE_SD**2 + (TIMED_S / (burst.seconds * burst.num_steps)) ** 2
+        noise = NOISE_SD**2 + (TIMED_S / (burst.seconds * burst.num_steps)) ** 2 + lacking
         variance = float(along @ gained) + noise
-        off = math.log(burst.seconds) - expected - self._mean[_DRIFT] - self._mean[place]
+        off = math.log(burst.seconds) - expected
         beyond = max(off**2 - MOST_OFF**2 * variance, 0.0)
         # One burst was disturbed, or all that follow are: it tells little, the next one more.
         variance += beyond
@@ -328,6 +325,38 @@ class StepCosts:
         if surprise * self._surprises.get(burst.bucket, 0.0) > 0:
             self._covariance[place, place] += beyond / 2
         self._surprises[burst.bucket] = surprise
+
+    def _expected(
+        self,
+        buckets: Sequence[Bucket],
+        contexts: Sequence[float],
+        num_steps: Sequence[float],
+        num_behind: Sequence[int],
+        wide_shares: Sequence[float] | None,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the logarithms of the expected seconds, f64[buckets], and the other figures of
+        `Prediction`: along and lacking."""
+        assert self._places is not None
+        logs, slopes = self._linear(buckets, contexts, num_steps, num_behind)
+        along = np.zeros((len(buckets), len(self._mean)))
+        along[:, :_NUM], along[:, _DRIFT] = slopes, 1.0
+        lacking = np.zeros(len(buckets))
+        for at, bucket in enumerate(buckets):
+            place = self._places.get(bucket)
+            if place is None:
+                lacking[at] = OWN_SD**2
+            else:
+                along[at, place] = 1.0
+        logs += along[:, _NUM:] @ self._mean[_NUM:]
+        if wide_shares is None or min(wide_shares, default=1.0) >= 1.0:
+            return logs, along, lacking
+        narrow = [Bucket(bucket.rows, 0) for bucket in buckets]
+        of_narrow = self._expected(narrow, contexts, num_steps, num_behind, None)
+        wide = np.array(wide_shares)
+        seconds = np.array([wide * np.exp(logs), (1 - wide) * np.exp(of_narrow[0])])
+        share, other = seconds / seconds.sum(axis=0)
+        along = share[:, None] * along + other[:, None] * of_narrow[1]
+        return np.log(seconds.sum(axis=0)), along, share**2 * lacking + other**2 * of_narrow[2]
 
     def _linear(
         self,
@@ -368,10 +397,11 @@ def _burst_of(record: Mapping[str, Any]) -> Burst:
         bucket = Bucket(int(rows), int(depth), None if most is None else int(most))
         steps = int(record.get("num_steps", USUAL_STEPS))
         behind = int(record.get("num_behind", 0))
+        share = float(record.get("wide_share", 1.0))
         context, seconds = float(record["context_tokens"]), float(record["step_s"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{reprlib.repr(record)} is no measured step: {error!r}.") from None
-    burst = Burst(bucket, context, seconds, steps, behind)
+    burst = Burst(bucket, context, seconds, steps, behind, share)
     if not _is_sound(burst):
         raise ValueError(f"{reprlib.repr(record)} is no measured step.")
     return burst
@@ -382,5 +412,6 @@ def _is_sound(burst: Burst) -> bool:
     rows, depth, most = burst.bucket
     is_sound = 0 < rows <= MOST_ROWS and 0 <= depth <= MOST_DEPTH
     is_sound &= most is None or 0 < most <= MOST_ROWS * MOST_DEPTH
+    is_sound &= 0 <= burst.wide_share <= 1
     is_sound &= LEAST_KNOWN < burst.seconds < MOST_KNOWN and 0 < burst.num_steps < MOST_KNOWN
     return is_sound and all(0 <= n < MOST_KNOWN**2 for n in (burst.context, burst.num_behind))

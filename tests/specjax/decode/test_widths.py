@@ -1,0 +1,158 @@
+"""A step as wide as its drafts: the same tokens, whatever width each step takes."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from asked_for import quick
+from helpers import tiny_llama
+
+import specjax
+from specjax import SamplingParams
+from specjax.decode import verify
+from specjax.decode.verify import Width, narrowest, widths
+from specjax.types import Proposal
+
+ENGINE = specjax.EngineConfig(
+    max_rows=3, row_buckets=(), max_context=64, burst_steps=8, page_size=8, max_logprobs=2
+)
+PROMPTS = [[5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8, 9], [1, 2, 3]]
+# How many tokens are proposed at a position, by its remainder: every width comes, and widths of
+# neighbouring steps differ.
+COUNTS = (0, 3, 0, 1, 2, 0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Knowing(specjax.DrafterSpec):
+    """Proposes what it was told comes next, with a wrong token at some positions; often nothing."""
+
+    texts: tuple[tuple[int, ...], ...]  # prompt and output of each row
+    lone_row: bool = False  # whether only the first row gets drafts
+
+    def build(self, context):
+        depth = context.num_speculative_tokens
+        width = max(map(len, self.texts)) + depth + 1
+        known = jnp.array([[*text, *[0] * (width - len(text))] for text in self.texts])
+        first = jnp.array([text[0] for text in self.texts])
+
+        def draft(params, state, decode_state, num_tokens):
+            root = decode_state.cache.lengths
+            # Rows are told apart by their first tokens: rows of the engine change hands.
+            own = jnp.argmax(decode_state.history[:, :1] == first[None, :], axis=1)
+            place = root[:, None] + 1 + jnp.arange(depth)[None, :]
+            tokens = known[own[:, None], jnp.minimum(place, width - 1)]
+            tokens = jnp.where(place % 5 == 4, (tokens + 1) % context.target.vocab_size, tokens)
+            count = jnp.array(COUNTS)[root % len(COUNTS)]
+            if self.lone_row:
+                count = jnp.where(own == 0, count, 0)
+            count = jnp.minimum(count, num_tokens)
+            return specjax.Draft(specjax.Proposal(token_ids=tokens, num_tokens=count), state)
+
+        return specjax.Drafter(draft)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wide(Knowing):
+    """The same at one width."""
+
+    abstains = False
+
+
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0, max_tokens=24, logprobs=2),
+    "penalties": SamplingParams(
+        temperature=0.9, seed=4, max_tokens=24, presence_penalty=0.4, repetition_penalty=1.2, n=1
+    ),
+}
+
+
+def generate(drafter=None, sampling="greedy", **options):
+    config = {"policy": "fixed", "num_speculative_tokens": 3} if drafter else None
+    return specjax.generate(
+        tiny_llama(0),
+        PROMPTS,
+        drafter=drafter,
+        sampling=SAMPLING[sampling],
+        speculative_config=config,
+        engine=ENGINE,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return {name: generate(sampling=name) for name in SAMPLING}
+
+
+def texts(generation):
+    return tuple((*PROMPTS[each.prompt_index], *each.token_ids) for each in generation)
+
+
+CASES = [
+    ("greedy", False, "seeded"),
+    ("penalties", True, "seeded"),
+    ("penalties", False, "rejection"),
+    ("greedy", True, "rejection"),
+]
+
+
+@pytest.mark.parametrize("case", quick(CASES, CASES[0]))
+def test_widths_change_no_token(plain, case, monkeypatch):
+    sampling, lone_row, rule = case
+    taken, switch = [], verify.lax.switch
+
+    def counted(place, branches, *operands):
+        taken.append(len(branches))
+        return switch(place, branches, *operands)
+
+    monkeypatch.setattr(verify.lax, "switch", counted)
+    known = Knowing(texts(plain[sampling]), lone_row)
+    drafted = generate(known, sampling, verification=rule)
+    wide = generate(Wide(*dataclasses.astuple(known)), sampling, verification=rule)
+    assert taken and set(taken) == {3}
+    for one, other in ((drafted, wide), *[(drafted, plain[sampling])] * (rule == "seeded")):
+        assert texts(one) == texts(other)
+    assert drafted.stats.acceptance == wide.stats.acceptance
+    assert drafted.stats.acceptance.num_accepted > 4
+    assert drafted.stats.acceptance.num_drafted > drafted.stats.acceptance.num_accepted
+    for one, other in zip(drafted, wide):
+        for mine, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            np.testing.assert_allclose(mine.raw, theirs.raw, atol=1e-5)
+
+
+def a_spec(narrows=True, most=None):
+    return SimpleNamespace(decoder=SimpleNamespace(narrows=narrows), max_drafts_per_shard=most)
+
+
+def a_proposal(rows, depth):
+    zeros = jnp.zeros((rows, depth), jnp.int32)
+    return Proposal(token_ids=zeros, num_tokens=zeros[:, :1].sum(axis=1))
+
+
+def test_which_widths_there_are():
+    of = lambda rows, depth, **spec: widths(a_spec(**spec), a_proposal(rows, depth), rows)
+    assert of(1, 7) == (Width(1, 1), Width(8, 8))
+    assert of(8, 7) == (Width(8, 1), Width(32, 8), Width(64, 8))
+    assert of(8, 7, most=32) == (Width(8, 1), Width(20, 8), Width(40, 8))
+    assert of(8, 1) == (Width(8, 1), Width(16, 2))
+    assert of(8, 0) == (Width(8, 1),)
+    assert of(8, 7, narrows=False) == (Width(64, 8),)
+
+
+def test_the_narrowest_width_that_holds_the_drafts():
+    every = Width(6, 1), Width(13, 4), Width(24, 4)
+    rng, seen = np.random.default_rng(0), set()
+    for _ in range(200):
+        num_tokens, is_active = rng.integers(0, rng.integers(1, 5), 6), rng.random(6) < 0.8
+        nodes = [n + 1 for n, runs in zip(num_tokens.tolist(), is_active) if runs]
+        fits = [
+            sum(nodes) <= width.num_nodes and max(nodes, default=0) <= width.per_row
+            for width in every
+        ]
+        place = int(narrowest(every, jnp.array(num_tokens), jnp.array(is_active)))
+        assert place == fits.index(True)
+        seen.add((place, sum(nodes)))
+    # One more node than a width holds takes the next.
+    assert {(1, 13), (2, 14)} <= seen
