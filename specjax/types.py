@@ -57,6 +57,20 @@ class TokenBatch:
     # Only for trees with a token bucket: the path to each token.
     path_offsets: Array | None = None  # i32[num_tokens, depths], see path_attention
 
+    def first(self, num_tokens: int) -> TokenBatch:
+        """Returns a batch of the first so many flat tokens, which are all that rows own."""
+        by_token = (
+            "token_ids",
+            "positions",
+            "row_ids",
+            "slot_mapping",
+            "ancestor_bits",
+            "path_offsets",
+        )
+        of = {name: getattr(self, name) for name in by_token}
+        cut = {name: x[:num_tokens] for name, x in of.items() if x is not None}
+        return dataclasses.replace(self, **cut)
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ from specjax.paged.forward import (
     make_tree_batch,
     own_logits,
 )
-from specjax.paged.kv_cache import PagedKVCache
+from specjax.paged.kv_cache import PagedKVCache, Pages
 from specjax.paged.token_buckets import equal_chunk, in_buckets, round_up
 from specjax.sampling import (
     Choice,
@@ -77,76 +78,33 @@ def verify(
       The cache with the keys and values of all nodes written and lengths unchanged, and the
       verification.
     """
-    every = widths(spec, proposal, state.rows)
-    at = functools.partial(_verify_at, spec, params, state, proposal, beside, every[-1])
-    if len(every) == 1 or beside is not None:
-        return at(every[-1])
-    place = spec.most_of_shards(narrowest(every, proposal.num_tokens, state.is_active))
-    return lax.switch(place, [functools.partial(at, width) for width in every])
+    size = _tokens_at_once(spec, proposal, state.rows)
+    batch = _make_batch(spec, state, proposal, size)
+    num_tokens = batch.token_ids.shape[0]
 
+    def run(width: Width, pages: tuple[Pages, ...]) -> tuple[Array, tuple[Pages, ...], Tapped]:
+        return forward(
+            params,
+            spec.config,
+            pages,
+            batch.first(width.num_tokens),
+            max_tokens_per_row=width.per_row,
+            token_bucket=spec.token_bucket,
+            tensor_axis=spec.tensor_axis,
+            beside=beside,
+            kv_scales=state.cache.scales,
+            taps=spec.read,
+        )
 
-class Width(NamedTuple):
-    """How much one forward of a step holds: nodes of all rows, and of any one."""
-
-    num_nodes: int
-    per_row: int
-
-
-def widths(spec: StepSpec, proposal: Proposal, num_rows: int) -> tuple[Width, ...]:
-    """Returns the widths that a step is compiled for, ascending.
-
-    The last holds every proposal. Where the drafter may propose nothing, the first is that of
-    plain decoding; of several rows few may have drafts, so that half of the last comes between.
-    """
-    widest = Width(_num_nodes(spec, proposal, num_rows), proposal.num_nodes)
-    if not (spec.decoder.narrows and proposal.max_depth):
-        return (widest,)
-    half = widest._replace(num_nodes=widest.num_nodes // 2)
-    return Width(num_rows, 1), *[half] * (half.num_nodes > num_rows > 1), widest
-
-
-def narrowest(every: tuple[Width, ...], num_tokens: Array, is_active: Array) -> Array:
-    """Returns the place of the narrowest of `widths` that holds what was proposed, i32[].
-
-    Args:
-      num_tokens: i32[rows], draft tokens of each row; those of inactive rows do not count.
-      is_active: bool[rows].
-    """
-    per_row = jnp.where(is_active, num_tokens + 1, 0)
-    fits = [
-        (jnp.sum(per_row) <= width.num_nodes) & (jnp.max(per_row) <= width.per_row)
-        for width in every
-    ]
-    return jnp.argmax(jnp.stack(fits)).astype(jnp.int32)
-
-
-def _verify_at(
-    spec: StepSpec,
-    params: Params,
-    state: DecodeState,
-    proposal: Proposal,
-    beside: Part | None,
-    widest: Width,
-    width: Width,
-) -> tuple[PagedKVCache, Verification]:
-    """Returns `verify` with a forward of one width, which holds all that is proposed; the results
-    have the shapes of the widest."""
-    size = _tokens_at_once(spec, proposal, width)
-    batch = _make_batch(spec, state, proposal, width, size)
-    hidden, pages, tapped = forward(
-        params,
-        spec.config,
-        state.cache.pages,
-        batch,
-        max_tokens_per_row=width.per_row,
-        token_bucket=spec.token_bucket,
-        tensor_axis=spec.tensor_axis,
-        beside=beside,
-        kv_scales=state.cache.scales,
-        taps=spec.read,
-    )
+    width = Width(num_tokens, proposal.num_nodes)
+    if spec.decoder.narrows and proposal.max_depth and beside is None:
+        every = widths(state.rows, width)
+        place = spec.most_of_shards(narrowest(every, batch.row_starts))
+        hidden, pages, tapped = _run_at(place, every, run, state.cache.pages)
+    else:
+        hidden, pages, tapped = run(width, state.cache.pages)
     nodes = _nodes(state, proposal, batch, hidden)
-    flat = tokens_of(batch.row_starts, batch.token_ids.shape[0], proposal.num_nodes)
+    flat = tokens_of(batch.row_starts, num_tokens, proposal.num_nodes)
     decide_rows = _Decision(spec, params, state)
     if spec.rules and proposal.max_depth:
         verification = decide_rows.by_rules_in_chunks(proposal, nodes, flat)
@@ -156,10 +114,63 @@ def _verify_at(
     if spec.read:
         path = nodes_on_path(verification.acceptance)
         places = jnp.take_along_axis(flat, path, axis=1)
-        more = round_up(widest.num_nodes, _tokens_at_once(spec, proposal, widest)) - len(hidden)
-        tapped = jax.tree.map(lambda each: jnp.pad(each, ((0, more), (0, 0))), tapped)
         verification = verification._replace(tapped=tapped, places=places)
     return dataclasses.replace(state.cache, pages=pages), verification
+
+
+class Width(NamedTuple):
+    """How much a forward holds: tokens of all rows together, and of any one."""
+
+    num_tokens: int
+    per_row: int
+
+
+def widths(num_rows: int, widest: Width) -> list[Width]:
+    """Returns the widths of a step whose drafter may propose nothing, ascending.
+
+    The first is that of plain decoding. Of several rows few may have drafts: half of the widest
+    comes between.
+    """
+    half = widest._replace(num_tokens=widest.num_tokens // 2)
+    return [Width(num_rows, 1), *[half] * (half.num_tokens > num_rows > 1), widest]
+
+
+def narrowest(every: Sequence[Width], row_starts: Array) -> Array:
+    """Returns the place of the narrowest width that holds a batch, i32[].
+
+    Args:
+      every: ascending; the last holds it.
+      row_starts: i32[rows + 1], of the batch.
+    """
+    most, per_row = row_starts[-1], jnp.max(jnp.diff(row_starts))
+    is_over = [(most > width.num_tokens) | (per_row > width.per_row) for width in every[:-1]]
+    return sum(is_over, jnp.int32(0))
+
+
+def _run_at(
+    place: Array,
+    every: Sequence[Width],
+    run: Callable[[Width, tuple[Pages, ...]], tuple[Array, tuple[Pages, ...], Tapped]],
+    pages: tuple[Pages, ...],
+) -> tuple[Array, tuple[Pages, ...], Tapped]:
+    """Returns run(every[place], pages), the states of tokens padded to the widest."""
+    num_tokens = every[-1].num_tokens
+
+    def padded(width: Width, pages: tuple[Pages, ...]) -> tuple[Array, tuple[Pages, ...], Tapped]:
+        hidden, pages, tapped = run(width, pages)
+        pad = lambda states: jnp.pad(states, ((0, num_tokens - width.num_tokens), (0, 0)))
+        return pad(hidden), pages, jax.tree.map(pad, tapped)
+
+    # jit keeps the trace of the widest, whose shapes are those of all.
+    runs = [jax.jit(functools.partial(padded, width), inline=True) for width in every]
+    hidden, _, tapped = jax.eval_shape(runs[-1], pages)
+    empty = lambda like: jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), like)
+    found = empty(hidden), pages, empty(tapped)
+    for own, run_here in enumerate(runs):
+        # A loop of one turn or none: it updates pages in place, and a conditional copies them.
+        turn = lambda _, found, run_here=run_here: run_here(found[1])
+        found = lax.fori_loop(0, (place == own).astype(jnp.int32), turn, found)
+    return found
 
 
 def nodes_on_path(acceptance: Acceptance) -> Array:
@@ -324,14 +335,14 @@ def _by_equality(proposal: Proposal, said: tuple[Choice, LogProbs], flat: Array)
 
 
 def _make_batch(
-    spec: StepSpec, state: DecodeState, proposal: Proposal, width: Width, size: int | None
+    spec: StepSpec, state: DecodeState, proposal: Proposal, size: int | None
 ) -> TokenBatch:
     """Lays out each active row's root and draft tokens, in whole buckets of `size`."""
     cache = state.cache
     counts = jnp.where(state.is_active, proposal.num_tokens + 1, 0)
     place = state.history, cache.block_table, cache.lengths, counts
-    num_tokens = round_up(width.num_nodes, size)
-    if width.per_row == 1 and num_tokens == state.rows:
+    num_tokens = round_up(_num_nodes(spec, proposal, state.rows), size)
+    if proposal.num_nodes == 1 and num_tokens == state.rows:
         return make_decode_batch(
             *place[:3], state.is_active, page_size=cache.page_size, num_slots=cache.num_slots
         )
@@ -373,14 +384,15 @@ def _num_nodes(spec: StepSpec, proposal: Proposal, num_rows: int) -> int:
     return min(num_rows + spec.max_drafts_per_shard, num_nodes)
 
 
-def _tokens_at_once(spec: StepSpec, proposal: Proposal, width: Width) -> int | None:
+def _tokens_at_once(spec: StepSpec, proposal: Proposal, num_rows: int) -> int | None:
     """Returns how many tokens have their logits computed at once; None means all of them."""
     if spec.token_bucket is not None:
         return spec.token_bucket
+    num_nodes = _num_nodes(spec, proposal, num_rows)
     # Chunks of equal size: the batch is padded to a multiple of it.
-    size = equal_chunk(width.num_nodes, spec.logit_bytes // (4 * spec.config.vocab_size))
+    size = equal_chunk(num_nodes, spec.logit_bytes // (4 * spec.config.vocab_size))
     # Rules need whole rows, and have chunks of their own (by_rules_in_chunks).
-    if size == width.num_nodes or (spec.rules and proposal.max_depth):
+    if size == num_nodes or (spec.rules and proposal.max_depth):
         return None
     return size
 

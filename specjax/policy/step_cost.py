@@ -5,8 +5,8 @@
 base is the prediction from bytes and operations (`step_prior`), or 1 where there is none. The
 terms are computed tokens, draft forwards, rows that draft, context, context beside drafts, a
 burst's fixed time and the drafter's catch-up. `own` is what the sum misses of a bucket, `drift`
-how slow the machine is now. Where a drafter may propose nothing, some steps of a burst are as narrow
-as plain decoding, and its seconds are the mean of both by their share.
+how slow the machine is now. Where a drafter may propose nothing, some steps of a burst are as
+narrow as plain decoding, and its seconds are the mean of both by their share.
 
 The belief is over the logarithms of coefficients, `own` and `drift`, which are normal with a
 covariance: an extended Kalman filter, where each measurement is linear in them about the mean. So

@@ -1,7 +1,6 @@
 """A step as wide as its drafts: the same tokens, whatever width each step takes."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +12,6 @@ import specjax
 from specjax import SamplingParams
 from specjax.decode import verify
 from specjax.decode.verify import Width, narrowest, widths
-from specjax.types import Proposal
 
 ENGINE = specjax.EngineConfig(
     max_rows=3, row_buckets=(), max_context=64, burst_steps=8, page_size=8, max_logprobs=2
@@ -101,17 +99,17 @@ CASES = [
 @pytest.mark.parametrize("case", quick(CASES, CASES[0]))
 def test_widths_change_no_token(plain, case, monkeypatch):
     sampling, lone_row, rule = case
-    taken, switch = [], verify.lax.switch
+    compiled = set()
 
-    def counted(place, branches, *operands):
-        taken.append(len(branches))
-        return switch(place, branches, *operands)
+    def counted(every, row_starts):
+        compiled.add(len(every))
+        return narrowest(every, row_starts)
 
-    monkeypatch.setattr(verify.lax, "switch", counted)
+    monkeypatch.setattr(verify, "narrowest", counted)
     known = Knowing(texts(plain[sampling]), lone_row)
     drafted = generate(known, sampling, verification=rule)
     wide = generate(Wide(*dataclasses.astuple(known)), sampling, verification=rule)
-    assert taken and set(taken) == {3}
+    assert compiled == {3}
     for one, other in ((drafted, wide), *[(drafted, plain[sampling])] * (rule == "seeded")):
         assert texts(one) == texts(other)
     assert drafted.stats.acceptance == wide.stats.acceptance
@@ -122,37 +120,22 @@ def test_widths_change_no_token(plain, case, monkeypatch):
             np.testing.assert_allclose(mine.raw, theirs.raw, atol=1e-5)
 
 
-def a_spec(narrows=True, most=None):
-    return SimpleNamespace(decoder=SimpleNamespace(narrows=narrows), max_drafts_per_shard=most)
-
-
-def a_proposal(rows, depth):
-    zeros = jnp.zeros((rows, depth), jnp.int32)
-    return Proposal(token_ids=zeros, num_tokens=zeros[:, :1].sum(axis=1))
-
-
 def test_which_widths_there_are():
-    of = lambda rows, depth, **spec: widths(a_spec(**spec), a_proposal(rows, depth), rows)
-    assert of(1, 7) == (Width(1, 1), Width(8, 8))
-    assert of(8, 7) == (Width(8, 1), Width(32, 8), Width(64, 8))
-    assert of(8, 7, most=32) == (Width(8, 1), Width(20, 8), Width(40, 8))
-    assert of(8, 1) == (Width(8, 1), Width(16, 2))
-    assert of(8, 0) == (Width(8, 1),)
-    assert of(8, 7, narrows=False) == (Width(64, 8),)
+    of = lambda rows, num_tokens, per_row: widths(rows, Width(num_tokens, per_row))
+    assert of(1, 8, 8) == [Width(1, 1), Width(8, 8)]
+    assert of(8, 64, 8) == [Width(8, 1), Width(32, 8), Width(64, 8)]
+    assert of(8, 40, 8) == [Width(8, 1), Width(20, 8), Width(40, 8)]
+    assert of(8, 16, 2) == [Width(8, 1), Width(16, 2)]
 
 
 def test_the_narrowest_width_that_holds_the_drafts():
     every = Width(6, 1), Width(13, 4), Width(24, 4)
     rng, seen = np.random.default_rng(0), set()
     for _ in range(200):
-        num_tokens, is_active = rng.integers(0, rng.integers(1, 5), 6), rng.random(6) < 0.8
-        nodes = [n + 1 for n, runs in zip(num_tokens.tolist(), is_active) if runs]
-        fits = [
-            sum(nodes) <= width.num_nodes and max(nodes, default=0) <= width.per_row
-            for width in every
-        ]
-        place = int(narrowest(every, jnp.array(num_tokens), jnp.array(is_active)))
+        counts = rng.integers(0, rng.integers(2, 6), 6)
+        fits = [sum(counts) <= width.num_tokens and max(counts) <= width.per_row for width in every]
+        place = int(narrowest(every, jnp.array([0, *np.cumsum(counts)])))
         assert place == fits.index(True)
-        seen.add((place, sum(nodes)))
-    # One more node than a width holds takes the next.
-    assert {(1, 13), (2, 14)} <= seen
+        seen.add((place, int(sum(counts))))
+    # One more than a width holds takes the next; so does a row with a draft among rows that wait.
+    assert {(1, 13), (2, 14), (0, 5), (1, 5)} <= seen
