@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +26,14 @@ STORED_METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
+
+
+def is_cleared_bar(output: nbformat.NotebookNode) -> bool:
+    """Returns whether an output is a progress bar that wrote over itself and ended blank."""
+    if output.get("name") != "stderr":
+        return False
+    *_, last = re.split(r"\r|\n", output.text.rstrip("\r\n"))
+    return not last.replace("\x1b[A", "").strip() and "Warning" not in output.text
 
 
 def run(name: str, out: Path) -> float:
@@ -53,6 +62,9 @@ def run(name: str, out: Path) -> float:
         begun_at = time.perf_counter()
         client.execute(env=os.environ | settings)
         seconds = time.perf_counter() - begun_at
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [each for each in cell.outputs if not is_cleared_bar(each)]
     notebook.metadata = nbformat.from_dict(STORED_METADATA)
     nbformat.write(notebook, out / f"{name}.ipynb")
     return seconds

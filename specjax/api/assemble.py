@@ -732,6 +732,7 @@ def _with_depth(config: SpeculationConfig, drafter: LoadedDrafter) -> Speculatio
         return dataclasses.replace(
             config,
             num_speculative_tokens=0,
+            num_speculative_tokens_per_batch_size=None,
             speculative_token_tree=None,
             tree_top_k=None,
         )

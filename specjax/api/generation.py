@@ -122,7 +122,8 @@ def stream(
 
     Returns:
       An iterable of `Chunk`; a possible beginning of a stop string, and incomplete
-      UTF-8, are held back. Afterwards `result()` gives what `generate` returns.
+      UTF-8, are held back. `result()` runs the rest and gives what `generate` returns, its
+      statistics among it: `result().stats`. A stream that nobody holds any more runs no further.
     """
     keyword_check(generate, "stream")(arguments)
     return Stream(target, prompts, is_streamed=True, **arguments)

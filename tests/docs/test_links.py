@@ -91,6 +91,8 @@ FOR_DRAFTERS = {
     "specjax.models.dense.sequence_logits",
     "specjax.paged.kv_cache.slots",
     "specjax.sampling.choose_tokens",
+    "specjax.drafters.draws.draw_siblings",
+    "specjax.drafters.draws.noise_keys",
 }
 
 
