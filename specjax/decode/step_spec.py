@@ -59,7 +59,8 @@ class StepSpec:
         """Returns the largest i32[] or bool[] of all data shards, so that all go the same way."""
         if self.decoder.num_shards == 1:
             return value
-        return lax.pmax(value.astype(jnp.int32), sharding.DATA).astype(value.dtype)
+        most = lax.pmax(value.astype(jnp.int32), sharding.DATA)
+        return most > 0 if value.dtype == bool else most
 
     @property
     def config(self) -> ModelConfig:

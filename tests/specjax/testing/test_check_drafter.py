@@ -81,13 +81,13 @@ def test_a_drafter_that_comes_with_specjax_holds(name):
 def example() -> dict[str, Any]:
     """What the example of the docs defines and prints; its prompt runs through the demo target."""
     text = DOCS.read_text()
-    code, head, _, test = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    code, laws, head, _, test = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     names: dict[str, Any] = {"__name__": "example"}
     exec(compile(code, str(DOCS), "exec", dont_inherit=True), names)
     exec(compile(head, str(DOCS), "exec", dont_inherit=True), names)
     # Of the test all but the line that loads a target.
     lines = [line for line in test.splitlines() if not line.startswith("target = ")]
-    names |= {"test": "\n".join(lines), "target": TARGET}
+    names |= {"test": "\n".join(lines), "laws": laws, "target": TARGET}
     return names
 
 
@@ -113,6 +113,12 @@ def test_the_head_of_the_docs_holds(example):
     weight = 0.3 * np.random.default_rng(0).standard_normal((32, 16), np.float32)
     head = LoadedDrafter("head", example["LinearHead"](), {"weight": weight})
     check_drafter(head, TARGET, num_speculative_tokens=K)
+
+
+@pytest.mark.slow
+def test_the_laws_of_the_docs_hold(example):
+    exec(compile(example["laws"], str(DOCS), "exec", dont_inherit=True), example)
+    check_drafter(example["OwnTokens"](), TARGET, num_speculative_tokens=K)
 
 
 @dataclasses.dataclass(frozen=True)

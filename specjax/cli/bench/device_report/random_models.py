@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -45,6 +45,8 @@ class AlwaysNgram(NgramDrafter):
     Random weights repeat nothing: with matches alone nothing would be drafted, and a step would
     cost what a plain one does.
     """
+
+    abstains: ClassVar[bool] = False
 
     def build(self, context: DrafterContext) -> Drafter:
         matching = super().build(context)
