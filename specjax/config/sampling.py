@@ -150,7 +150,9 @@ class SamplingParams:
             is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
             if not is_number or not low <= cast(float, value) <= high:
                 what = "is out of range" if is_number else f"is a {type(value).__name__}"
-                raise ValueError(f"{name}={value!r} {what}; expected a number from {low} to {high}.")
+                raise ValueError(
+                    f"{name}={value!r} {what}; expected a number from {low} to {high}."
+                )
         if self.repetition_penalty is not None and self.repetition_penalty <= 0:
             raise ValueError(
                 f"repetition_penalty={self.repetition_penalty!r} must be above 0; 1 is off."
