@@ -1,7 +1,9 @@
 """A step as wide as its drafts: the same tokens, whatever width each step takes."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -99,17 +101,19 @@ CASES = [
 @pytest.mark.parametrize("case", quick(CASES, CASES[0]))
 def test_widths_change_no_token(plain, case, monkeypatch):
     sampling, lone_row, rule = case
-    compiled = set()
+    ran, forward = [], verify.forward
 
-    def counted(every, row_starts):
-        compiled.add(len(every))
-        return narrowest(every, row_starts)
+    def counted(params, config, pages, batch, **options):
+        jax.debug.callback(functools.partial(ran.append, len(batch.token_ids)))
+        return forward(params, config, pages, batch, **options)
 
-    monkeypatch.setattr(verify, "narrowest", counted)
+    monkeypatch.setattr(verify, "forward", counted)
     known = Knowing(texts(plain[sampling]), lone_row)
     drafted = generate(known, sampling, verification=rule)
+    # Each step ran at one width, and every width came.
+    assert len(ran) == sum(burst.num_steps for burst in drafted.stats.decisions)
+    assert set(ran) == ({3, 6} if lone_row else {3, 6, 12})
     wide = generate(Wide(*dataclasses.astuple(known)), sampling, verification=rule)
-    assert compiled == {3}
     for one, other in ((drafted, wide), *[(drafted, plain[sampling])] * (rule == "seeded")):
         assert texts(one) == texts(other)
     assert drafted.stats.acceptance == wide.stats.acceptance
