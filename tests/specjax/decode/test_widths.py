@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from asked_for import quick
 from helpers import tiny_llama
 
 import specjax
@@ -98,7 +97,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", quick(CASES, CASES[0]))
+@pytest.mark.full  # it compiles seven steps
+@pytest.mark.parametrize("case", CASES)
 def test_widths_change_no_token(plain, case, monkeypatch):
     sampling, lone_row, rule = case
     ran, forward = [], verify.forward
