@@ -119,7 +119,7 @@ def pairs() -> dict[str, Pair]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _AlwaysNgram(NgramDrafter):
+class _OneWidthNgram(NgramDrafter):
     """Compiled at one width: what is recorded are the bytes of a step in which all rows draft."""
 
     abstains: ClassVar[bool] = False
@@ -180,7 +180,7 @@ class Case:
             return SelfDrafter.named(self.draft)
         if draft is None:
             matches, nodes = (NGRAM_MATCHES, NGRAM_NODES) if self.draft == TREE else (1, None)
-            return _AlwaysNgram().configured(
+            return _OneWidthNgram().configured(
                 SpeculationConfig(
                     method="ngram",
                     num_speculative_tokens=DEPTH,

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.implementations import by_platform
 from pallas_kernels.ragged import tokens_of
 from specjax.decode.accept import accept_by_equality
 from specjax.decode.rules import Target, choose_by_row, decide, is_decided_by
@@ -81,9 +82,15 @@ def verify(
     size = _tokens_at_once(spec, proposal, state.rows)
     batch = _make_batch(spec, state, proposal, size)
     num_tokens = batch.token_ids.shape[0]
+    by_rules = bool(spec.rules and proposal.max_depth)
+    narrows = spec.decoder.narrows and proposal.max_depth > 0 and beside is None
+    # On a CPU logits and choices too are as wide as what was proposed. Elsewhere they take little
+    # time, and logits that the loops below hand on would take their memory twice.
+    is_cpu = by_platform(cpu=lambda: True, default=lambda: False)
+    has_scores = is_cpu and narrows and size is None and not by_rules
 
     def run(width: Width, pages: tuple[Pages, ...]) -> tuple[Array, tuple[Pages, ...], Tapped]:
-        return forward(
+        hidden, pages, tapped = forward(
             params,
             spec.config,
             pages,
@@ -95,18 +102,24 @@ def verify(
             kv_scales=state.cache.scales,
             taps=spec.read,
         )
+        if has_scores:
+            hidden, _ = own_logits(params, spec.config, hidden, spec.tensor_axis)
+        return hidden, pages, tapped
 
     width = Width(num_tokens, proposal.num_nodes)
-    if spec.decoder.narrows and proposal.max_depth and beside is None:
+    if narrows:
         every = widths(state.rows, width)
         place = spec.most_of_shards(narrowest(every, batch.row_starts))
-        hidden, pages, tapped = _run_at(place, every, run, state.cache.pages)
+        states, pages, tapped = _run_at(place, every, run, state.cache.pages)
     else:
-        hidden, pages, tapped = run(width, state.cache.pages)
-    nodes = _nodes(state, proposal, batch, hidden)
+        states, pages, tapped = run(width, state.cache.pages)
+    nodes = _nodes(state, proposal, batch, states)
+    if has_scores:
+        nodes = nodes._replace(hidden=None, scores=states)
+        size = state.rows if num_tokens % state.rows == 0 else None
     flat = tokens_of(batch.row_starts, num_tokens, proposal.num_nodes)
     decide_rows = _Decision(spec, params, state)
-    if spec.rules and proposal.max_depth:
+    if by_rules:
         verification = decide_rows.by_rules_in_chunks(proposal, nodes, flat)
     else:
         said = _choose(decide_rows, nodes, size, batch.row_starts[-1])
@@ -184,9 +197,10 @@ def nodes_on_path(acceptance: Acceptance) -> Array:
 class _Nodes(NamedTuple):
     """Inputs of sampling for every node; leading [num_tokens], or [rows, num_nodes]."""
 
-    hidden: Array  # [..., hidden_size]
+    hidden: Array | None  # [..., hidden_size]; None where `scores` are there
     row_ids: Array
     positions: Array
+    scores: Array | None = None  # f32[num_tokens, width], this device's slice of the logits
     # For trees only; see TreeHistory.
     roots: Array | None = None
     path_token_ids: Array | None = None
@@ -290,7 +304,11 @@ class _Decision:
 
     def logits(self, nodes: _Nodes) -> tuple[Array, Vocabulary]:
         spec = self.spec
-        return own_logits(self.params, spec.config, nodes.hidden, spec.tensor_axis)
+        if nodes.scores is None:
+            assert nodes.hidden is not None
+            return own_logits(self.params, spec.config, nodes.hidden, spec.tensor_axis)
+        width, vocab_size = nodes.scores.shape[1], spec.config.vocab_size
+        return nodes.scores, Vocabulary.of_width(width, vocab_size, spec.tensor_axis)
 
     def where(self, nodes: _Nodes) -> tuple[Any, Array, Array, History]:
         """Returns sampling parameters, row, position and prefix of each of nodes [num_tokens]."""

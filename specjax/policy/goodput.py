@@ -131,7 +131,7 @@ class Goodput:
       knows_confidence: whether the drafter returns a confidence per token. The device ranks
         slots by it; without it the policy ranks them by the rows' acceptance rates.
       abstains: whether the drafter may propose nothing; a step in which it does so for all rows
-        is as narrow as plain decoding.
+        verifies no draft token, and its forward is as narrow as plain decoding's.
       ledger: budget and regret of earlier runs of the pair; by default empty.
       survival: acceptance known so far; updated by `observe`. By default empty.
       clock: returns seconds; times how long a run is.
@@ -337,10 +337,11 @@ class Goodput:
         return found, predicted
 
     def _wide_shares(self, buckets: Sequence[Bucket], load: Load) -> list[float] | None:
-        """Returns how many of each bucket's steps have a draft token; None: all of them."""
-        if not self._abstains:
+        """Returns how many of each bucket's steps have a draft token; None: all are as wide."""
+        if not self._abstains or load.prompt_tokens:
             return None
-        none = (1 - self.survival.presence()[0]) ** load.num_decoding_rows
+        num_asked = np.count_nonzero(np.asarray(load.draft_caps))
+        none = (1 - self.survival.presence()[0]) ** num_asked
         return [1 - none if bucket.num_speculative_tokens else 1.0 for bucket in buckets]
 
     def _usual_steps(self, bucket: Bucket, load: Load) -> float:

@@ -5,8 +5,9 @@
 base is the prediction from bytes and operations (`step_prior`), or 1 where there is none. The
 terms are computed tokens, draft forwards, rows that draft, context, context beside drafts, a
 burst's fixed time and the drafter's catch-up. `own` is what the sum misses of a bucket, `drift`
-how slow the machine is now. Where a drafter may propose nothing, some steps of a burst are as
-narrow as plain decoding, and its seconds are the mean of both by their share.
+how slow the machine is now. Where a drafter may propose nothing, some steps of a burst are narrow:
+they draft as the others do and verify no draft token. To the belief they are a bucket of their own,
+`narrow_of`, and the burst's seconds are the mean of both by their share.
 
 The belief is over the logarithms of coefficients, `own` and `drift`, which are normal with a
 covariance: an extended Kalman filter, where each measurement is linear in them about the mean. So
@@ -59,7 +60,17 @@ class Burst(NamedTuple):
     seconds: float  # per step, of all that the burst took
     num_steps: int = USUAL_STEPS
     num_behind: int = 0  # tokens of catch-up, in the row with most of them
-    wide_share: float = 1.0  # of its steps, those with a draft token; others are plain decoding's
+    wide_share: float = 1.0  # of its steps, those with a draft token; the others are narrow
+
+    @property
+    def kept_as(self) -> Bucket:
+        """The bucket that it tells of: its own, or where no step had a draft token the narrow."""
+        return self.bucket if self.wide_share else narrow_of(self.bucket)
+
+
+def narrow_of(bucket: Bucket) -> Bucket:
+    """Returns the bucket of a step that drafts and has nothing to verify."""
+    return bucket._replace(max_drafts=0)
 
 
 class Prediction(NamedTuple):
@@ -245,9 +256,9 @@ class StepCosts:
         return sorted(itertools.chain(*self._kept.values()), key=lambda kept: kept[:2])
 
     def _keep(self, burst: Burst, *, is_own: bool) -> None:
-        kept = self._kept.pop(burst.bucket, None) or collections.deque(maxlen=MEMORY)
+        kept = self._kept.pop(burst.kept_as, None) or collections.deque(maxlen=MEMORY)
         kept.append((is_own, self._num_kept, burst))
-        self._kept[burst.bucket] = kept
+        self._kept[burst.kept_as] = kept
         self._num_kept += 1
         self._forget_oldest()
 
@@ -290,20 +301,18 @@ class StepCosts:
     def _update(self, burst: Burst) -> None:
         """Takes one measurement into the belief."""
         assert self._places is not None
-        place = self._places.get(burst.bucket)
-        size = len(self._mean)
-        if place is None:
-            place = self._places[burst.bucket] = size
+        narrow = [narrow_of(burst.bucket)] * (burst.wide_share < 1)
+        for bucket in {*narrow, burst.kept_as} - self._places.keys():
+            place = self._places[bucket] = len(self._mean)
             self._mean = np.append(self._mean, 0.0)
             self._covariance = np.pad(self._covariance, (0, 1))
             self._covariance[place, place] = OWN_SD**2
-            size += 1
-        covariance = self._covariance
+        covariance, size, place = self._covariance, len(self._mean), self._places[burst.kept_as]
         covariance[_DRIFT, _DRIFT] += WANDER_SD**2
         own = np.arange(_DRIFT + 1, size)
         own = own[covariance[own, own] < OWN_SD**2]
         covariance[own, own] += FORGOTTEN_SD**2
-        (expected,), (along,), (lacking,) = self._expected(
+        (expected,), (along,), _ = self._expected(
             [burst.bucket],
             [burst.context],
             [burst.num_steps],
@@ -311,7 +320,7 @@ class StepCosts:
             [burst.wide_share],
         )
         gained = covariance @ along
-        noise = NOISE_SD**2 + (TIMED_S / (burst.seconds * burst.num_steps)) ** 2 + lacking
+        noise = NOISE_SD**2 + (TIMED_S / (burst.seconds * burst.num_steps)) ** 2
         variance = float(along @ gained) + noise
         off = math.log(burst.seconds) - expected
         beyond = max(off**2 - MOST_OFF**2 * variance, 0.0)
@@ -322,9 +331,9 @@ class StepCosts:
         self._covariance[_DRIFT, _DRIFT] += beyond / 2
         # The same bucket twice in a row, in one direction: it takes another time than before.
         surprise = math.copysign(beyond, off)
-        if surprise * self._surprises.get(burst.bucket, 0.0) > 0:
+        if surprise * self._surprises.get(burst.kept_as, 0.0) > 0:
             self._covariance[place, place] += beyond / 2
-        self._surprises[burst.bucket] = surprise
+        self._surprises[burst.kept_as] = surprise
 
     def _expected(
         self,
@@ -350,7 +359,7 @@ class StepCosts:
         logs += along[:, _NUM:] @ self._mean[_NUM:]
         if wide_shares is None or min(wide_shares, default=1.0) >= 1.0:
             return logs, along, lacking
-        narrow = [Bucket(bucket.rows, 0) for bucket in buckets]
+        narrow = [*map(narrow_of, buckets)]
         of_narrow = self._expected(narrow, contexts, num_steps, num_behind, None)
         wide = np.array(wide_shares)
         seconds = np.array([wide * np.exp(logs), (1 - wide) * np.exp(of_narrow[0])])

@@ -115,6 +115,14 @@ class StepTimer:
         )
         return num_steps
 
+    def wide_share(self, bucket: Bucket) -> float:
+        """Returns how many steps of a bucket's last burst had a draft token; 1 where all are as
+        wide."""
+        if not (self.decoder.config.narrows and bucket.num_speculative_tokens):
+            return 1.0
+        depths = np.asarray(self.reports[bucket].draft_depth)[: self.num_steps]
+        return float(depths.any(axis=1).mean())
+
     def _plan(self, bucket: Bucket) -> BurstPlan:
         sizes, num_shards = self.decoder.sizes, self.decoder.num_shards
         per_shard, taken = sizes.rows // num_shards, bucket.rows // num_shards
@@ -164,10 +172,12 @@ class Calibration:
     Attributes:
       seconds: by bucket, tokens of context and tokens that the drafter has not seen, of each row.
       num_steps: of a burst.
+      wide_shares: by bucket, how many of its steps had a draft token; 1 where all are as wide.
     """
 
     seconds: dict[tuple[Bucket, int, int], list[float]]
     num_steps: int
+    wide_shares: dict[Bucket, float]
 
     def records(self) -> list[dict[str, Any]]:
         """Returns the medians as StepCosts keeps them."""
@@ -178,6 +188,7 @@ class Calibration:
                 "step_s": measuring.median(measured),
                 "num_steps": self.num_steps,
                 "num_behind": behind,
+                "wide_share": self.wide_shares[bucket],
             }
             for (bucket, context, behind), measured in self.seconds.items()
         ]
@@ -235,7 +246,8 @@ def calibrate(
             seconds[place].append(one / timer.num_steps)
     report("measuring", rounds, rounds)
     own = {place: seconds[place] for place in contenders if place not in beside}
-    return Calibration(own, timer.num_steps), {place: seconds[place] for place in beside}
+    shares = {bucket: timer.wide_share(bucket) for bucket in buckets}
+    return Calibration(own, timer.num_steps, shares), {place: seconds[place] for place in beside}
 
 
 def of_pair(options: argparse.Namespace) -> dict[str, Any]:

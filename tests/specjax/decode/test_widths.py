@@ -67,7 +67,7 @@ SAMPLING = {
 }
 
 
-def generate(drafter=None, sampling="greedy", **options):
+def generate(drafter=None, sampling="greedy", engine=ENGINE, **options):
     config = {"policy": "fixed", "num_speculative_tokens": 3} if drafter else None
     return specjax.generate(
         tiny_llama(0),
@@ -75,7 +75,7 @@ def generate(drafter=None, sampling="greedy", **options):
         drafter=drafter,
         sampling=SAMPLING[sampling],
         speculative_config=config,
-        engine=ENGINE,
+        engine=engine,
         **options,
     )
 
@@ -122,6 +122,36 @@ def test_widths_change_no_token(plain, case, monkeypatch):
     for one, other in zip(drafted, wide):
         for mine, theirs in zip(one.logprobs or (), other.logprobs or (), strict=True):
             np.testing.assert_allclose(mine.raw, theirs.raw, atol=1e-5)
+
+
+@pytest.mark.full  # it compiles four steps
+def test_shards_take_the_width_that_one_of_them_needs(plain):
+    """Two data shards of two rows, of which one holds the row with drafts."""
+    known = Knowing(texts(plain["greedy"]), lone_row=True)
+    mesh = jax.make_mesh((2, 1), ("data", "tensor"))
+    engine = dataclasses.replace(ENGINE, max_rows=4)
+    drafted = generate(known, engine=engine, mesh=mesh)
+    assert texts(drafted) == texts(plain["greedy"])
+    assert drafted.stats.acceptance.num_accepted > 4
+
+
+@pytest.mark.full  # it compiles four steps
+def test_trees_of_matches_in_steps_of_any_width():
+    """Logits in parts of five tokens, which are no whole number of rows."""
+    options = {"policy": "fixed", "num_speculative_tokens": 3, "prompt_lookup_matches": 3}
+    said = [
+        specjax.generate(
+            tiny_llama(0),
+            PROMPTS,
+            drafter=drafter,
+            speculative_config=options if drafter else None,
+            sampling={"temperature": 0, "max_tokens": 24},
+            engine=dataclasses.replace(ENGINE, logit_bytes=parts),
+        )
+        for drafter, parts in ((None, 10**9), ("ngram", 10**9), ("ngram", 5 * 4 * 64))
+    ]
+    assert texts(said[0]) == texts(said[1]) == texts(said[2])
+    assert said[1].stats.acceptance.num_accepted > 2
 
 
 def test_which_widths_there_are():

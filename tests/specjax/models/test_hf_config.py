@@ -402,11 +402,11 @@ def test_null_is_as_good_as_absent():
     [
         ({"eos_token_id": [5, 999]}, "eos_token_id=999 is no token"),
         ({"temperature": float("nan")}, "temperature=nan is out of range"),
-        ({"temperature": "1"}, "temperature='1' is out of range"),
+        ({"temperature": "1"}, "temperature='1' is a str"),
         ({"top_k": 2.5}, "top_k=2.5"),
         ({"do_sample": "no"}, "do_sample='no' must be true or false"),
         ({"do_sample": False, "repetition_penalty": 0}, "repetition_penalty=0 must be above 0"),
-        ({"do_sample": False, "presence_penalty": "1"}, "presence_penalty='1' is out of range"),
+        ({"do_sample": False, "presence_penalty": "1"}, "presence_penalty='1' is a str"),
         ({"do_sample": False, "top_k": 2.5}, "top_k=2.5"),
     ],
 )

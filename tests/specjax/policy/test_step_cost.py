@@ -202,6 +202,64 @@ def test_catching_up_is_learned_by_its_tokens():
     assert costs.seconds(Bucket(1, 0), 0, 1, 500) == costs.seconds(Bucket(1, 0), 0, 1)
 
 
+# Steps with nothing to verify
+
+WIDE, PLAIN = Bucket(1, 7), Bucket(1, 0)
+PLAIN_S, NARROW_S, WIDE_S = 0.010, 0.0115, 0.020
+
+
+def of_share(share):
+    return share * WIDE_S + (1 - share) * NARROW_S
+
+
+@pytest.mark.parametrize("shares", [(0.0, 0.6), (0.03, 0.03), (0.5, 1.0), (0.0, 0.0)])
+def test_narrow_steps_are_dearer_than_plain_ones_and_cheaper_than_wide_ones(shares):
+    """Plain decoding is timed now and then; the seconds of other shares are told as far as they
+    can be."""
+    costs, rng = StepCosts(), np.random.default_rng(0)
+    for at in range(200):
+        share = shares[at % 10 == 0]
+        wide, narrow = of_share(share) * rng.lognormal(0, 0.03), PLAIN_S * rng.lognormal(0, 0.03)
+        costs.observe(WIDE, 0.0, wide, wide_share=share)
+        if at % 12 == 0:
+            costs.observe(PLAIN, 0.0, narrow)
+    for share in {*shares, 0.06 if shares[0] < 0.06 else 0.6}:
+        predicted = costs.predict([WIDE, PLAIN], [0.0] * 2, [32] * 2, wide_shares=[share, 1.0])
+        ratio = predicted.seconds[0] / predicted.seconds[1]
+        assert ratio == pytest.approx(of_share(share) / PLAIN_S, rel=0.06)
+    # What was never or hardly seen is doubted.
+    if max(shares) < 0.1:
+        doubt = costs.predict([WIDE, PLAIN], [0.0] * 2, [32] * 2).deviations(1)[0]
+        off = math.log(costs.seconds(WIDE, 0.0) / costs.seconds(PLAIN, 0.0) / (WIDE_S / PLAIN_S))
+        assert doubt > max(0.1, abs(off) / 3)
+
+
+def test_derivatives_are_those_of_the_mean_of_both():
+    costs = StepCosts()
+    observe(costs, [WIDE, PLAIN, Bucket(4, 2)], 3)
+    costs.observe(WIDE, 5.0, 0.013, wide_share=0.3)
+    asked = [WIDE, Bucket(4, 2)], [5.0, 40.0], [8, 32]
+    at = lambda: np.log(costs.predict(*asked, 3, wide_shares=[0.3, 0.8]).seconds)
+    along, mean = costs.predict(*asked, 3, wide_shares=[0.3, 0.8]).along, costs._mean.copy()
+    for place in range(len(mean)):
+        found = []
+        for step in (1e-5, -1e-5):
+            costs._mean = mean + step * (np.arange(len(mean)) == place)
+            found.append(at())
+        np.testing.assert_allclose((found[0] - found[1]) / 2e-5, along[:, place], atol=1e-6)
+
+
+def test_bursts_without_a_wide_step_drive_out_no_others():
+    costs = StepCosts()
+    for share in [1.0] * 4 + [0.0] * 2 * MEMORY:
+        costs.observe(WIDE, 0.0, of_share(share), wide_share=share)
+    assert costs.count(WIDE) == 4
+    again = StepCosts()
+    again.add_records(json.loads(json.dumps(costs.to_records())))
+    assert again.count(WIDE) == 4
+    assert again.seconds(WIDE, 0.0) == pytest.approx(WIDE_S, rel=0.2)
+
+
 def test_how_sure_it_is():
     costs, plain, drafting = StepCosts(), Bucket(1, 0), Bucket(1, 4)
     costs.observe(plain, 0, true_seconds(plain))
@@ -427,6 +485,8 @@ GOOD = {
         {"context_tokens": math.inf},
         {"num_steps": 0},
         {"num_behind": -1},
+        {"wide_share": 1.01},
+        {"wide_share": math.nan},
         {"num_behind": MOST_KNOWN**2},
     ],
 )
