@@ -222,10 +222,16 @@ class Setup:
 
         Raises:
           TypeError: `policy` is no SpeculationPolicy.
+          ValueError: the config names a policy too.
         """
         chooses_rows = None
         if policy is not None:
             check_policy(policy)
+            if self.speculation.policy is not None:
+                raise ValueError(
+                    f"policy= is a {type(policy).__name__}, and speculative_config names another "
+                    f"policy, {self.speculation.policy!r}; leave one out."
+                )
             chooses_rows = getattr(policy, "chooses_rows", False)
         rules = self.drafter.effective_rules(rules)
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(Setup)}

@@ -132,7 +132,7 @@ def make_requests(
     most = speculation.depth
     if too_many > most:
         drafts = (
-            f"this call drafts at most {most}, raise its own num_speculative_tokens."
+            f"this call drafts at most {most}; raise num_speculative_tokens of the call."
             if most
             else "this call has no drafter, or drafts no tokens; give it one, or leave the field "
             "of the request out."

@@ -13,7 +13,13 @@ from specjax.decode.bucket import Bucket, standing_row_buckets
 from specjax.decode.sizes import PromptShape
 from specjax.engine.flight import Flight
 from specjax.engine.run_state import RunState
-from specjax.policy.interface import LEAST_TIMED_STEPS, Decision, Load, SpeculationPolicy
+from specjax.policy.interface import (
+    LEAST_TIMED_STEPS,
+    Decision,
+    Load,
+    SpeculationPolicy,
+    check_decision,
+)
 
 ENDLESS = 10**6  # remaining steps assumed while requests wait
 # Least tokens that a row is expected to gain still, even past its expected end.
@@ -55,6 +61,7 @@ class BurstChoice:
         tokens = table.least[rows]
         load = self._load(rows, tokens, usual_steps, beside)
         decision = self.policy.choose(load)
+        check_decision(decision, self.policy)
         if decision.prepare is not None:
             decoder.prepare(self._run.params, self._run.device_state, decision.prepare, beside)
         decision = self._possible(decision, load, beside)

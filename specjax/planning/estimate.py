@@ -65,12 +65,7 @@ def estimate(request: PlanRequest) -> Estimate:
     check_divides(request.target, request.device.count)
     device = dataclasses.replace(request.device, mesh=None)
     request = dataclasses.replace(request, device=device)
-    # Without a mesh a drafter cannot be split; its shards are counted below.
-    whole = dataclasses.replace(request, drafter=request.drafter.split(1))
-    decoder = decoder_of(whole, request.target.num_layers, 1)
-    depths = range(request.most_drafted + 1)
-    shapes = engine_buckets(decoder, depths, chooses_rows=request.chooses_rows)
-    steps = [_memory_of(shape, request) for shape in shapes]
+    decoder, steps = _steps_of(request)
     resident = _resident(decoder, request, device.count)
     of_pages = page_bytes(request)
     per_page = request.engine.chosen_page_size
@@ -91,6 +86,23 @@ def estimate(request: PlanRequest) -> Estimate:
         workspace_bytes=workspace,
         misfit=misfit,
     )
+
+
+def _steps_of(request: PlanRequest) -> tuple[AbstractDecoder, list[BucketMemory]]:
+    """Returns the decoder without a mesh, and the memory of each of its steps on one chip."""
+    # Without a mesh a drafter cannot be split; its shards are counted apart.
+    whole = dataclasses.replace(request, drafter=request.drafter.split(1))
+    decoder = decoder_of(whole, request.target.num_layers, 1)
+    depths = range(request.most_drafted + 1)
+    shapes = engine_buckets(decoder, depths, chooses_rows=request.chooses_rows)
+    return decoder, [_memory_of(shape, request) for shape in shapes]
+
+
+def _needed(request: PlanRequest) -> int:
+    """Returns the bytes of one chip that weights, state, a step and one page take."""
+    decoder, steps = _steps_of(request)
+    beside = max(step.temp_bytes for step in steps) + sum(page_bytes(request))
+    return _resident(decoder, request, request.device.count) + beside
 
 
 def _resident(decoder: AbstractDecoder, request: PlanRequest, chips: int) -> int:
@@ -136,14 +148,25 @@ def _misfit(decoder: AbstractDecoder, request: PlanRequest, beside: int) -> str 
     split = f"{count} chips would hold it, with --tensor-parallel {count}; or "
     if count is None:
         split = "no split of this model over more chips would; "
-    hints = []
-    if jnp.dtype(request.dtype).itemsize > 2:
-        hints.append("use --dtype bfloat16")
-    if sum(_weights(decoder, request, chips)) < total:
-        hints.append("lower --max-rows or --max-context")
-    else:
-        hints.append("take a device of more memory or a smaller model")
     return (
         f"it does not fit: weights, state and a step take {amount(needed(chips))} of each chip, "
-        f"which has {amount(total)}; {split}{' or '.join(hints)}."
+        f"which has {amount(total)}; {split}{_what_fits(request, total)}."
     )
+
+
+def _what_fits(request: PlanRequest, total: int) -> str:
+    """Returns what to change for the same model to fit on the same chips, by estimates of it."""
+    engine = request.engine
+    row = dataclasses.replace(
+        engine, max_rows=1, row_buckets=(), max_context=2 * engine.chosen_page_size
+    )
+    half = dataclasses.replace(request, dtype="bfloat16")
+    smaller = "--max-rows or --max-context"
+    changes = {f"lower {smaller}": dataclasses.replace(request, engine=row)}
+    both = f"use --dtype bfloat16 and lower {smaller}"
+    if jnp.dtype(request.dtype).itemsize > 2:
+        changes["use --dtype bfloat16"] = half
+        changes[both] = dataclasses.replace(half, engine=row)
+    fitting = [change for change, other in changes.items() if _needed(other) <= total]
+    enough = [change for change in fitting if change != both] or fitting
+    return " or ".join(enough) or "take a device of more memory or a smaller model"

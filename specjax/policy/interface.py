@@ -6,11 +6,13 @@ Host side, no jax.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from specjax.config.batch_size_table import Entry, look_up
+from specjax.config.checks import is_int
 from specjax.decode.bucket import Bucket
 
 LEAST_TIMED_STEPS = 4  # in bursts of fewer steps, sending and reading take too large a part
@@ -84,6 +86,36 @@ class Decision:
     num_steps: int | None = None  # most steps of the burst; by default the usual number
     # Bucket to compile in the background during this burst and those after it.
     prepare: Bucket | None = None
+
+
+def check_decision(decision: Any, policy: SpeculationPolicy) -> None:
+    """Raises for a decision that no burst can follow, as a policy of a user may return.
+
+    Raises:
+      TypeError: it is no Decision.
+      ValueError: its K, steps or row bucket are no whole numbers, or out of range.
+    """
+    whose = f"{type(policy).__name__}.choose returned"
+    if not isinstance(decision, Decision):
+        raise TypeError(
+            f"{whose} {decision!r:.100}; expected a specjax.policy.interface.Decision, as "
+            'Decision(num_speculative_tokens=2, reason="mine").'
+        )
+    most = policy.max_speculative_tokens
+    for name, least, largest in (
+        ("num_speculative_tokens", 0, most),
+        ("num_steps", 1, math.inf),
+        ("max_drafts", 1, math.inf),
+        ("row_bucket", 1, math.inf),
+    ):
+        value = getattr(decision, name)
+        if value is None and name != "num_speculative_tokens":
+            continue
+        if not is_int(value) or not least <= value <= largest:
+            limit = "" if largest is math.inf else f" to max_speculative_tokens={most}"
+            raise ValueError(
+                f"{whose} {name}={value!r:.100}; expected a whole number from {least}{limit}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

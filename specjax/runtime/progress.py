@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 import warnings
@@ -96,17 +97,29 @@ class Progress:
         if what != self._what or self._bar is None:
             self._remove_bar()
             self._what = what
+            width = _width()
             if total:
                 self._bar = tqdm(
-                    total=total, desc=what, delay=QUIET_S, leave=False, mininterval=0.2
+                    total=total, desc=what, delay=QUIET_S, leave=False, mininterval=0.2, ncols=width
                 )
             else:
-                self._bar = bar = tqdm(desc=f"{what} ...", bar_format="{desc}", leave=False)
+                self._bar = bar = tqdm(
+                    desc=f"{what} ...", bar_format="{desc}", leave=False, ncols=width
+                )
                 self._end_seconds = every_second(
                     lambda seconds: bar.set_description_str(f"{what} ... {seconds:.0f} s")
                 )
         self._bar.total = total
         self._bar.update(done - self._bar.n)
+
+
+def _width() -> int | None:
+    """Returns the columns of a bar on a terminal that says it has none, as one inside another
+    program may; None elsewhere: the bar finds them itself."""
+    try:
+        return None if os.get_terminal_size(sys.stderr.fileno()).columns else 80
+    except (OSError, ValueError, AttributeError):  # no terminal, or no file
+        return None
 
 
 def _is_watched() -> bool:

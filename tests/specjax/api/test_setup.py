@@ -135,6 +135,12 @@ def test_what_steps_verify_by_is_planned_for(requests):
     assert requests[1].rules == ()
 
 
+def test_a_policy_beside_the_name_of_another_is_refused():
+    setup = Setup.of(tiny_llama(0), drafter="ngram", speculative_config={"policy": "fixed"})
+    with pytest.raises(ValueError, match=r"policy= is a Fixed, .*another policy, 'fixed'; leave"):
+        setup.for_run([SEEDED], Fixed(2))
+
+
 @pytest.mark.goodput
 @pytest.mark.parametrize(
     "speculation, policy, expected",
@@ -146,7 +152,7 @@ def test_what_steps_verify_by_is_planned_for(requests):
         ({"verification": "rejection"}, None, False),
         ({"num_speculative_tokens": 0}, None, False),
         ({}, Fixed(2), False),
-        ({"policy": "fixed"}, Goodput(2), True),
+        ({}, Goodput(2), True),
     ],
 )
 def test_row_buckets_are_planned_where_the_policy_chooses_them(

@@ -383,3 +383,20 @@ def test_the_page_has_every_option():
     options = {name for name in parser._option_string_actions if name.startswith("--")}
     assert set(listed) == options - {"--help"}
     assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        ("qwen3-8b --device t4", "; or take a device of more memory or a smaller model."),
+        ("qwen3-0.6b --memory-bytes 2e9", "; or use --dtype bfloat16."),
+        ("qwen3-0.6b --memory-bytes 3.5e9 --max-rows 512", "lower --max-rows or --max-context or"),
+    ],
+)
+def test_what_is_said_to_change_fits_once_it_is_changed(capsys, command, hint):
+    asked = ["plan", *command.split(), "--dtype", "float32", "--estimate"]
+    assert main(asked) == 2
+    error = capsys.readouterr().err
+    assert hint in error
+    halved = main([*asked[:-2], "bfloat16", "--estimate"])
+    assert (halved == 0) == ("use --dtype bfloat16" in error)

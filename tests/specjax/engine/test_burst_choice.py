@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.engine.burst_choice import BurstChoice
-from specjax.policy.interface import Decision
+from specjax.policy.interface import Decision, Fixed, check_decision
 
 
 @pytest.mark.parametrize(
@@ -49,3 +49,24 @@ def test_one_row_without_pages_for_drafts_decodes_plainly_in_few_rows(beside, ex
         num_speculative_tokens=0, reason="pages", row_bucket=expected
     )
     assert flight.num_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("decision", "error", "message"),
+    [
+        (2, TypeError, "Fixed.choose returned 2; expected a specjax.policy.interface.Decision, as"),
+        (None, TypeError, "returned None"),
+        ({"num_speculative_tokens": -1}, ValueError, "=-1; .* from 0 to max_speculative_tokens=3"),
+        ({"num_speculative_tokens": 4}, ValueError, "=4; .* from 0 to max_speculative_tokens=3"),
+        ({"num_speculative_tokens": None}, ValueError, "num_speculative_tokens=None"),
+        ({"num_steps": 0}, ValueError, "num_steps=0; expected a whole number from 1"),
+        ({"row_bucket": 1.5}, ValueError, "row_bucket=1.5"),
+        ({"max_drafts": 0}, ValueError, "max_drafts=0"),
+    ],
+)
+def test_a_decision_that_no_burst_can_follow_is_refused(decision, error, message):
+    if isinstance(decision, dict):
+        decision = Decision(**{"num_speculative_tokens": 2, "reason": "mine"} | decision)
+    with pytest.raises(error, match=message):
+        check_decision(decision, Fixed(3))
+    check_decision(Decision(num_speculative_tokens=3, reason="mine", num_steps=1), Fixed(3))

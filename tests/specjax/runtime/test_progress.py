@@ -201,3 +201,13 @@ def test_what_is_not_counted_is_logged_with_its_seconds(caplog):
         ("INFO", "reading"),
     ]
     assert caplog.records[1].message.endswith(" s")
+
+
+@pytest.mark.parametrize(("columns", "expected"), [(0, 80), (120, None)])
+def test_a_terminal_without_columns_shows_bars(monkeypatch, columns, expected):
+    monkeypatch.setattr(progress.sys, "stderr", types.SimpleNamespace(fileno=lambda: 2))
+    size = types.SimpleNamespace(columns=columns)
+    monkeypatch.setattr(progress.os, "get_terminal_size", lambda number: size)
+    assert progress._width() == expected
+    monkeypatch.setattr(progress.sys, "stderr", None)
+    assert progress._width() is None
