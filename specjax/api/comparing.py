@@ -24,7 +24,9 @@ from specjax.models.base import Model
 from specjax.runtime.jax_settings import entrance
 from specjax.runtime.progress import Progress, Report
 
-MOST_WARM = 16  # most runs of one way before those measured, in which its policy settles on a K
+# Most runs of one way before those measured, in which its policy settles on a K; and most while
+# drafts are only expected to be faster, as where a step of an earlier process is still on disk.
+MOST_WARM, MOST_UNPROVEN = 16, 6
 # Reasons of bursts that run while a policy has no K yet; see `engine.metrics.BurstRecord`.
 UNSETTLED = frozenset({"nothing measured yet", "probe", "prompts"})
 _UNSETTLED = (
@@ -138,7 +140,7 @@ def compare(
                     return _checked(generation.generate(model, prompts, **options))
 
                 run, num_warm = run_once(), 1
-                while turn == 0 and not _is_settled(run) and num_warm < MOST_WARM:
+                while turn == 0 and num_warm < _most_warm(run):
                     shown.report(f"{at}, compiling in the background", 0, 0)
                     background.wait_for_all()
                     run, num_warm = run_once(), num_warm + 1
@@ -163,6 +165,13 @@ def _checked(run: Generation) -> Generation:
 def _is_settled(run: Generation) -> bool:
     """Returns whether the policy of a run chose a K, or there was none to choose."""
     return not run.stats.why or any(d.reason not in UNSETTLED for d in run.stats.decisions)
+
+
+def _most_warm(run: Generation) -> int:
+    """Returns the most runs of a way before those measured, by the last of them."""
+    if not _is_settled(run):
+        return MOST_WARM
+    return MOST_UNPROVEN * any(d.reason == "unproven" for d in run.stats.decisions)
 
 
 _OF_DRAFTS = ("speculative_config", "num_speculative_tokens", "verification", "policy")

@@ -13,8 +13,8 @@ how sure they are: together, by the standard deviation of a rate beside that of 
   probe tells most per second that it loses, once the budget covers them. BUDGET_SHARE of all
   seconds is saved up for probes. Plain decoding and drafts are timed again, by the same budget,
   ASK_EVERY_S after they last ran.
-- A bucket is compiled in the background once the regret of not having it reaches COMPILE_SHARE of
-  the seconds that compiling takes, or those of reading it from disk (ski rental); SURE_SHARE is
+- A bucket is compiled or read from disk in the background once the regret of not having it reaches
+  COMPILE_SHARE of the seconds that this takes (ski rental); SURE_SHARE is
   enough for one that is surely better and repays it within the process. Regret accumulates over the
   runs of a pair (`ledger`).
 """
@@ -52,9 +52,9 @@ ASK_EVERY_S = 4.0  # after which drafts, or plain decoding, are timed again
 PROBE_STEPS, LEAST_STEPS = 8, 2  # of a probe; of any burst
 MOST_PROBE_S, MOST_DRAFTING_S = 0.25, 0.5  # longest probe; longest burst that drafts
 USUAL_K = 3  # largest K tried first where nothing is known of acceptance
-# Fraction of a compilation's seconds that regret reaches first: about what the run beside it loses
-# on two cores. SURE_SHARE: of a bucket better by SURE_GAIN. SURE_TRIALS: drafts after which
-# acceptance is known.
+# Fraction of the seconds of compiling or reading that regret reaches first: about what the run
+# beside it loses on two cores. SURE_SHARE: of a bucket better by SURE_GAIN. SURE_TRIALS: drafts
+# after which acceptance is known.
 COMPILE_SHARE, SURE_SHARE, SURE_GAIN, SURE_TRIALS = 0.5, 0.02, 0.15, 16.0
 # Fraction of the rest of a run that it may wait for the first bucket that drafts, and the shortest
 # run that does.
@@ -558,9 +558,15 @@ class Goodput:
             and c.rate > best.rate
             and not load.is_compiled(c.bucket)
         ]
-        # `_repays` asks the file system: the best come first, and the search stops at a hit.
+        # `_repays` asks the file system: the best come first, and the search stops at a hit. It
+        # stops at one on disk too, for which regret still grows: lesser ones are not compiled.
         missed.sort(key=lambda c: c.rate, reverse=True)
-        found = next((c.bucket for c in missed if self._repays(c, best, load)), None)
+        found = None
+        for candidate in missed:
+            if self._repays(candidate, best, load):
+                found = candidate.bucket
+            if found is not None or load.is_there(candidate.bucket):
+                break
         has_plain = any(c.is_plain and load.is_compiled(c.bucket) for c in candidates)
         if found is None and not best.is_plain and not has_plain:
             # Whether drafting is faster is told by plain decoding, now and then.
@@ -575,13 +581,14 @@ class Goodput:
         process, a smaller share."""
         bucket = candidate.bucket
         read_s = load.read_s(bucket)
-        cost_s = COMPILE_SHARE * load.compile_s if read_s is None else read_s
+        ready_s = load.compile_s if read_s is None else read_s
+        cost_s = COMPILE_SHARE * ready_s
         left_s = min(load.num_steps_left, ENOUGH_STEPS) * best.seconds
         saved_s = (1 - best.rate / candidate.rate) * max(left_s, self.ledger.left_s)
         is_sure = candidate.sure_rate * (1 - SURE_GAIN) >= best.rate and saved_s >= cost_s
         # How long rows stay so few that a bucket of fewer holds them is never sure.
-        if is_sure and bucket.rows == best.bucket.rows and read_s is None:
-            cost_s = SURE_SHARE * load.compile_s
+        if is_sure and bucket.rows == best.bucket.rows:
+            cost_s = SURE_SHARE * ready_s
         return self.ledger.lost_s(bucket, is_kept=read_s is not None) >= cost_s
 
     # Decisions
