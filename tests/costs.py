@@ -48,6 +48,7 @@ STEPS = {
         "test_drafts_change_nothing",
         "test_neither_metrics_nor_the_seed_compile_a_loss_anew",
     ),
+    "specjax/rl/test_policy.py": ("test_what_it_refuses",),
     "specjax/rl/test_rollout_stream.py": ("test_the_samples_are_those_of_one_rollout",),
     "specjax/sampling/test_sampling.py": ("test_logprobs",),
     "specjax/sampling/test_vocabulary.py": (
