@@ -61,7 +61,7 @@ class BurstChoice:
         tokens = table.least[rows]
         load = self._load(rows, tokens, usual_steps, beside)
         decision = self.policy.choose(load)
-        check_decision(decision, self.policy)
+        check_decision(decision, self.policy, load)
         if decision.prepare is not None:
             decoder.prepare(self._run.params, self._run.device_state, decision.prepare, beside)
         decision = self._possible(decision, load, beside)

@@ -65,7 +65,7 @@ def record_of(flight: Flight, num_steps: int, seconds: float, num_tokens: int) -
     decision = flight.decision
     assert flight.bucket is not None
     return BurstRecord(
-        num_speculative_tokens=flight.depth,
+        num_speculative_tokens=int(flight.depth),
         reason=decision.reason,
         why=decision.why,
         num_rows=len(flight.rows),

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import numpy as np
+
 from specjax.config.batch_size_table import Entry, look_up
 from specjax.config.checks import is_int
 from specjax.decode.bucket import Bucket
@@ -88,12 +90,12 @@ class Decision:
     prepare: Bucket | None = None
 
 
-def check_decision(decision: Any, policy: SpeculationPolicy) -> None:
-    """Raises for a decision that no burst can follow, as a policy of a user may return.
+def check_decision(decision: Any, policy: SpeculationPolicy, load: Load) -> None:
+    """Raises for a decision that no burst of a load can follow, as a user's policy may return.
 
     Raises:
-      TypeError: it is no Decision.
-      ValueError: its K, steps or row bucket are no whole numbers, or out of range.
+      TypeError: it is no Decision, or what it prepares is no Bucket.
+      ValueError: its K, steps, row bucket or caps are no whole numbers, or out of range.
     """
     whose = f"{type(policy).__name__}.choose returned"
     if not isinstance(decision, Decision):
@@ -101,21 +103,25 @@ def check_decision(decision: Any, policy: SpeculationPolicy) -> None:
             f"{whose} {decision!r:.100}; expected a specjax.policy.interface.Decision, as "
             'Decision(num_speculative_tokens=2, reason="mine").'
         )
-    most = policy.max_speculative_tokens
-    for name, least, largest in (
-        ("num_speculative_tokens", 0, most),
-        ("num_steps", 1, math.inf),
-        ("max_drafts", 1, math.inf),
-        ("row_bucket", 1, math.inf),
+    most, rows = policy.max_speculative_tokens, max(load.row_buckets, default=math.inf)
+    for name, least, largest, limit in (
+        ("num_speculative_tokens", 0, most, f" to max_speculative_tokens={most}"),
+        ("num_steps", 1, math.inf, ""),
+        ("max_drafts", 1, math.inf, ""),
+        ("row_bucket", 1, rows, f" to {rows}, the largest of load.row_buckets"),
     ):
         value = getattr(decision, name)
         if value is None and name != "num_speculative_tokens":
             continue
         if not is_int(value) or not least <= value <= largest:
-            limit = "" if largest is math.inf else f" to max_speculative_tokens={most}"
             raise ValueError(
                 f"{whose} {name}={value!r:.100}; expected a whole number from {least}{limit}."
             )
+    caps, shape = decision.draft_caps, (load.num_decoding_rows,)
+    if caps is not None and (np.shape(caps) != shape or np.asarray(caps).dtype.kind not in "iu"):
+        raise ValueError(f"{whose} draft_caps={caps!r:.100}; expected whole numbers, i64{shape}.")
+    if not isinstance(decision.prepare, Bucket | None):
+        raise TypeError(f"{whose} prepare={decision.prepare!r:.100}; expected a Bucket or None.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

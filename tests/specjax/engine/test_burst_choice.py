@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from specjax.engine.burst_choice import BurstChoice
-from specjax.policy.interface import Decision, Fixed, check_decision
+from specjax.policy.interface import Decision, Fixed, Load, check_decision
+
+LOAD = Load(num_decoding_rows=2, row_buckets=(2, 8))
 
 
 @pytest.mark.parametrize(
@@ -62,11 +64,23 @@ def test_one_row_without_pages_for_drafts_decodes_plainly_in_few_rows(beside, ex
         ({"num_steps": 0}, ValueError, "num_steps=0; expected a whole number from 1"),
         ({"row_bucket": 1.5}, ValueError, "row_bucket=1.5"),
         ({"max_drafts": 0}, ValueError, "max_drafts=0"),
+        ({"row_bucket": 9}, ValueError, "row_bucket=9; .* from 1 to 8, the largest of load.row_b"),
+        ({"draft_caps": np.ones(7, int)}, ValueError, "draft_caps=.* whole numbers, i64.2,."),
+        ({"draft_caps": [0.5, 1]}, ValueError, "draft_caps="),
+        ({"draft_caps": "ab"}, ValueError, "draft_caps='ab'"),
+        ({"prepare": "x"}, TypeError, "prepare='x'; expected a Bucket or None"),
     ],
 )
 def test_a_decision_that_no_burst_can_follow_is_refused(decision, error, message):
     if isinstance(decision, dict):
         decision = Decision(**{"num_speculative_tokens": 2, "reason": "mine"} | decision)
     with pytest.raises(error, match=message):
-        check_decision(decision, Fixed(3))
-    check_decision(Decision(num_speculative_tokens=3, reason="mine", num_steps=1), Fixed(3))
+        check_decision(decision, Fixed(3), LOAD)
+
+
+@pytest.mark.parametrize("caps", [None, [1, 0], np.array([3, 3])])
+def test_a_decision_that_a_burst_can_follow_is_taken(caps):
+    decision = Decision(
+        num_speculative_tokens=3, reason="mine", num_steps=1, row_bucket=8, draft_caps=caps
+    )
+    check_decision(decision, Fixed(3), LOAD)
