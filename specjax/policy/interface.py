@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-import numpy as np
-
 from specjax.config.batch_size_table import Entry, look_up
 from specjax.config.checks import is_int
 from specjax.decode.bucket import Bucket
@@ -117,11 +115,20 @@ def check_decision(decision: Any, policy: SpeculationPolicy, load: Load) -> None
             raise ValueError(
                 f"{whose} {name}={value!r:.100}; expected a whole number from {least}{limit}."
             )
-    caps, shape = decision.draft_caps, (load.num_decoding_rows,)
-    if caps is not None and (np.shape(caps) != shape or np.asarray(caps).dtype.kind not in "iu"):
-        raise ValueError(f"{whose} draft_caps={caps!r:.100}; expected whole numbers, i64{shape}.")
+    caps, rows = decision.draft_caps, load.num_decoding_rows
+    if caps is not None and not _is_of_rows(caps, rows):
+        raise ValueError(
+            f"{whose} draft_caps={caps!r:.100}; expected {rows} whole numbers, one for each row."
+        )
     if not isinstance(decision.prepare, Bucket | None):
         raise TypeError(f"{whose} prepare={decision.prepare!r:.100}; expected a Bucket or None.")
+
+
+def _is_of_rows(caps: Any, count: int) -> bool:
+    """Returns whether caps, an array or a list, are whole numbers, one for each row."""
+    if hasattr(caps, "dtype"):
+        return caps.shape == (count,) and caps.dtype.kind in "iu"
+    return isinstance(caps, list | tuple) and len(caps) == count and all(map(is_int, caps))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
