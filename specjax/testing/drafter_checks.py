@@ -9,6 +9,7 @@ probabilities must be those of what was drawn.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -43,6 +44,7 @@ from specjax.engine.text_feed import TextFeed
 from specjax.heads.loading import DrafterSource, LoadedDrafter, load_drafter
 from specjax.models.base import Model
 from specjax.paged.kv_cache import own_pages
+from specjax.runtime.progress import Progress
 from specjax.sampling import row_values
 from specjax.sampling.row_sampling import seed_words
 from specjax.types import GREEDY, NOT_A_TOKEN, REJECTION, SEEDED, BurstPlan, DecoderParams, Proposal
@@ -114,7 +116,9 @@ def check_drafter(
         )
     loaded = load_drafter(drafter, target)
     try:
-        _Check(loaded, target, num_speculative_tokens).run()
+        with contextlib.closing(Progress()) as progress:
+            progress.report("checking the drafter", 0, 0)
+            _Check(loaded, target, num_speculative_tokens).run()
     except (AssertionError, DrafterError) as error:
         raise AssertionError(f"drafter {loaded.name!r}: {error}") from error
 

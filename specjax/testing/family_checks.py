@@ -46,6 +46,7 @@ from specjax.models.weight_writing import SINGLE, of_array, tensors_of, write_fi
 from specjax.models.weights import Source, Stacked
 from specjax.paged import forward as paged
 from specjax.paged import kv_cache
+from specjax.runtime.progress import Progress
 
 NUM_SHARDS = 2
 ROWS, LENGTH, PAGE_SIZE = 2, 24, 8  # of the text that the forwards are compared on
@@ -105,7 +106,9 @@ def check_family(config: ModelConfig | Mapping[str, Any], family: Family | None 
             "a config that its parse returns."
         )
     _check_sizes(config)
-    _Check(config).run()
+    with contextlib.closing(Progress()) as progress:
+        progress.report("checking the family", 0, 0)
+        _Check(config).run()
 
 
 def save_model(folder: str | os.PathLike[str], model: Model, raw: Json) -> None:
