@@ -59,16 +59,12 @@ class TokenBatch:
 
     def first(self, num_tokens: int) -> TokenBatch:
         """Returns a batch of the first so many flat tokens, which are all that rows own."""
-        by_token = (
-            "token_ids",
-            "positions",
-            "row_ids",
-            "slot_mapping",
-            "ancestor_bits",
-            "path_offsets",
-        )
-        of = {name: getattr(self, name) for name in by_token}
-        cut = {name: x[:num_tokens] for name, x in of.items() if x is not None}
+        by_row = "row_starts", "lengths", "block_table", "num_new_keys"
+        cut = {
+            name: x[:num_tokens]
+            for name, x in vars(self).items()
+            if name not in by_row and x is not None
+        }
         return dataclasses.replace(self, **cut)
 
 

@@ -628,7 +628,7 @@ class Goodput:
             more["why"] = (
                 f"a step with K = {other.bucket.num_speculative_tokens} is expected to give "
                 f"{other.tokens / chosen.tokens:.2f} times the tokens in "
-                f"{max(other.seconds / chosen.seconds, 1.0):.2f} times the time"
+                f"{other.seconds / chosen.seconds:.2f} times the time"
             )
         return self._of(chosen, reason, predicted_step_s=chosen.seconds, **more)
 

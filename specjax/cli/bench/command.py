@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
@@ -134,8 +135,16 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(document, indent=1) if options.json else calibrate.as_text(document))
         return 0
     from specjax.cli.bench import quick
+    from specjax.runtime.progress import Progress
 
-    figures = quick.run(options.rounds, lambda what: print(f"measuring: {what}", file=sys.stderr))
+    with contextlib.closing(Progress(sys.stderr.isatty())) as progress:
+
+        def begin(what: str) -> None:
+            progress.close()
+            print(f"measuring: {what}", file=sys.stderr, flush=True)
+            progress.report(what, 0, 0)
+
+        figures = quick.run(options.rounds, begin)
     if options.json:
         print(json.dumps(figures, indent=2))
         return 0

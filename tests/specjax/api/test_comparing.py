@@ -91,6 +91,28 @@ def test_a_drafter_runs_again_before_until_its_policy_has_chosen(monkeypatch):
     assert "Too short a text to choose a K" in repr(told)
 
 
+def test_a_k_that_is_expected_to_be_faster_is_waited_for_a_while(monkeypatch):
+    """As that of a step on disk, which is read once it pays."""
+    reasons, num_runs = [], 0
+
+    def generate(target, prompts, *, drafter, **_):
+        nonlocal num_runs
+        is_plain = getattr(drafter, "name", drafter) == "none"
+        num_runs += not is_plain
+        reason = reasons[min(num_runs, len(reasons)) - 1]
+        return _Run(1.0, [1, 2], [] if is_plain else [reason])
+
+    monkeypatch.setattr(generation, "generate", generate)
+    for own, num_warm in (
+        (["unproven"] * 3 + ["goodput"], 4),
+        (["unproven"], comparing.MOST_UNPROVEN),
+    ):
+        reasons, num_runs = own, 0
+        told = specjax.compare(tiny_llama(0), PROMPTS[:1], repeats=2, engine=ENGINE)
+        assert num_runs == num_warm + 2
+        assert "Too short" not in repr(told)
+
+
 def test_what_cannot_be_compared_is_refused():
     model = tiny_llama(0)
     refused = {

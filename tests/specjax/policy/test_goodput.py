@@ -276,6 +276,30 @@ def test_what_a_short_process_compiled_is_what_the_next_one_measures():
     assert 2 in depths
 
 
+def test_what_is_on_disk_is_read_before_another_k_is_compiled():
+    """Earlier processes missed K = 2 for longer than compiling it takes; K = 4 gains as much."""
+    known, kept = trained(accepted=4, rows=1), Bucket(1, 4)
+    ledger = Ledger()
+    for bucket in (Bucket(1, 2), kept):
+        ledger.miss(bucket, 10.0)
+    ledger = Ledger.of_record(ledger.to_record())
+    read_s = lambda bucket: 0.6 if bucket == kept else None
+    now, _ = cold(1, {Bucket(1, 0)}, num_steps_left=64, read_s=read_s)
+    policy, prepared, waited_s = (
+        Goodput(4, known.costs, ledger=ledger, survival=known.survival),
+        [],
+        0.0,
+    )
+    while not any(prepared):
+        decision = policy.choose(now)
+        prepared.append(decision.prepare)
+        seconds = 32 * step_s(Bucket(1, 0), 100)
+        policy.observe(outcome(now, decision, seconds=seconds))
+        waited_s += seconds
+    assert prepared[-1] == kept
+    assert waited_s < 3 * 0.6
+
+
 def test_a_run_waits_for_no_bucket_that_its_rows_have_outgrown():
     now_s = 0.0
     policy = Goodput(4, clock=lambda: now_s)
