@@ -103,7 +103,8 @@ def compare(
     """Generates the same texts with each drafter and without, and measures the seconds.
 
     Each way runs before, compiling and learning included, and is not measured: once, and again,
-    up to MOST_WARM times, while its policy has chosen no K. Then all run in turn, `repeats` times,
+    up to MOST_WARM times, while its policy has chosen no K, and MOST_UNPROVEN while it expects one
+    to be faster. Then all run in turn, `repeats` times,
     in changing order, so that a machine that slows down favours none.
 
     Args:
@@ -171,7 +172,7 @@ def _most_warm(run: Generation) -> int:
     """Returns the most runs of a way before those measured, by the last of them."""
     if not _is_settled(run):
         return MOST_WARM
-    return MOST_UNPROVEN * any(d.reason == "unproven" for d in run.stats.decisions)
+    return MOST_UNPROVEN * any(d.reason == "unproven" for d in run.stats.decisions[-1:])
 
 
 _OF_DRAFTS = ("speculative_config", "num_speculative_tokens", "verification", "policy")

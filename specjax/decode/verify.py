@@ -70,7 +70,7 @@ def verify(
     """Runs the target over each active row's root and drafts, and applies the row's rule.
 
     Where the drafter may propose nothing, the forward is as wide as what was proposed: the
-    narrowest of `widths` that holds it.
+    narrowest of `widths` that holds it. On a CPU so are logits and choices, where all fit at once.
 
     Args:
       beside: prompt tokens of other rows, to run through the same matmuls.
@@ -113,8 +113,10 @@ def verify(
         states, pages, tapped = _run_at(place, every, run, state.cache.pages)
     else:
         states, pages, tapped = run(width, state.cache.pages)
-    nodes = _nodes(state, proposal, batch, states)
+    nodes, num_used = _nodes(state, proposal, batch, states), batch.row_starts[-1]
     if has_scores:
+        # Shards of a vocabulary meet in the loop over parts: all devices take as many turns.
+        num_used = spec.most_of_shards(num_used)
         nodes = nodes._replace(hidden=None, scores=states)
         size = state.rows if num_tokens % state.rows == 0 else None
     flat = tokens_of(batch.row_starts, num_tokens, proposal.num_nodes)
@@ -122,7 +124,7 @@ def verify(
     if by_rules:
         verification = decide_rows.by_rules_in_chunks(proposal, nodes, flat)
     else:
-        said = _choose(decide_rows, nodes, size, batch.row_starts[-1])
+        said = _choose(decide_rows, nodes, size, num_used)
         verification = _by_equality(proposal, said, flat)
     if spec.read:
         path = nodes_on_path(verification.acceptance)

@@ -161,7 +161,7 @@ def _what_fits(request: PlanRequest, total: int) -> str:
         engine, max_rows=1, row_buckets=(), max_context=2 * engine.chosen_page_size
     )
     half = dataclasses.replace(request, dtype="bfloat16")
-    smaller = "--max-rows or --max-context"
+    smaller = "--max-rows and --max-context"
     changes = {f"lower {smaller}": dataclasses.replace(request, engine=row)}
     both = f"use --dtype bfloat16 and lower {smaller}"
     if jnp.dtype(request.dtype).itemsize > 2:

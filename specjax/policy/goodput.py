@@ -576,9 +576,9 @@ class Goodput:
         return found
 
     def _repays(self, candidate: _Candidate, best: _Candidate, load: Load) -> bool:
-        """Returns whether the regret of a bucket reaches its share of the seconds of compiling it,
-        or those of reading it. Of a bucket that is surely better, and repays compiling within this
-        process, a smaller share."""
+        """Returns whether the regret of a bucket reaches its share of the seconds of compiling or
+        reading it. Of a bucket that is surely better, and repays them within this process, a
+        smaller share."""
         bucket = candidate.bucket
         read_s = load.read_s(bucket)
         ready_s = load.compile_s if read_s is None else read_s

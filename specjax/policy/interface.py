@@ -118,17 +118,19 @@ def check_decision(decision: Any, policy: SpeculationPolicy, load: Load) -> None
     caps, rows = decision.draft_caps, load.num_decoding_rows
     if caps is not None and not _is_of_rows(caps, rows):
         raise ValueError(
-            f"{whose} draft_caps={caps!r:.100}; expected {rows} whole numbers, one for each row."
+            f"{whose} draft_caps={caps!r:.100}; expected {rows} whole numbers from 0, one for each "
+            "row."
         )
     if not isinstance(decision.prepare, Bucket | None):
         raise TypeError(f"{whose} prepare={decision.prepare!r:.100}; expected a Bucket or None.")
 
 
 def _is_of_rows(caps: Any, count: int) -> bool:
-    """Returns whether caps, an array or a list, are whole numbers, one for each row."""
+    """Returns whether caps, an array or a list, are whole numbers from 0, one for each row."""
     if hasattr(caps, "dtype"):
-        return caps.shape == (count,) and caps.dtype.kind in "iu"
-    return isinstance(caps, list | tuple) and len(caps) == count and all(map(is_int, caps))
+        return caps.shape == (count,) and caps.dtype.kind in "iu" and not (caps < 0).any()
+    is_list = isinstance(caps, list | tuple) and len(caps) == count
+    return is_list and all(is_int(cap) and cap >= 0 for cap in caps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -130,8 +130,9 @@ class StepCosts:
         return list(self._kept)
 
     def count(self, bucket: Bucket) -> int:
-        """Returns how many measurements of a bucket are remembered, at most MEMORY."""
-        return len(self._kept.get(bucket, ()))
+        """Returns how many measurements of a bucket are remembered, those without a draft token
+        among them: at most MEMORY of either."""
+        return len(self._kept.get(bucket, ())) + len(self._kept.get(narrow_of(bucket), ()))
 
     def describe(
         self, nodes_per_row: Mapping[int, int], prior: Prior | None, padding: Padding | None
@@ -267,7 +268,9 @@ class StepCosts:
         while len(self._kept) > MOST_BUCKETS:
             bucket = next(iter(self._kept))
             del self._kept[bucket]
-            if self._places is not None and bucket in self._places:
+            gone = {bucket, narrow_of(bucket)} - self._kept.keys()
+            for bucket in gone & (self._places or {}).keys():
+                assert self._places is not None
                 # What a normal belief says of the others does not hang on it.
                 place = self._places.pop(bucket)
                 self._places = {other: at - (at > place) for other, at in self._places.items()}

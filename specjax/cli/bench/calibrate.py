@@ -172,12 +172,12 @@ class Calibration:
     Attributes:
       seconds: by bucket, tokens of context and tokens that the drafter has not seen, of each row.
       num_steps: of a burst.
-      wide_shares: by bucket, how many of its steps had a draft token; 1 where all are as wide.
+      wide_shares: keys as of `seconds`; how many steps had a draft token, 1 where all are as wide.
     """
 
     seconds: dict[tuple[Bucket, int, int], list[float]]
     num_steps: int
-    wide_shares: dict[Bucket, float]
+    wide_shares: dict[tuple[Bucket, int, int], float]
 
     def records(self) -> list[dict[str, Any]]:
         """Returns the medians as StepCosts keeps them."""
@@ -188,7 +188,7 @@ class Calibration:
                 "step_s": measuring.median(measured),
                 "num_steps": self.num_steps,
                 "num_behind": behind,
-                "wide_share": self.wide_shares[bucket],
+                "wide_share": self.wide_shares[bucket, context, behind],
             }
             for (bucket, context, behind), measured in self.seconds.items()
         ]
@@ -246,7 +246,10 @@ def calibrate(
             seconds[place].append(one / timer.num_steps)
     report("measuring", rounds, rounds)
     own = {place: seconds[place] for place in contenders if place not in beside}
-    shares = {bucket: timer.wide_share(bucket) for bucket in buckets}
+    shares = {}
+    for place in own:  # a burst from one place drafts the same each time
+        contenders[place]()
+        shares[place] = timer.wide_share(place[0])
     return Calibration(own, timer.num_steps, shares), {place: seconds[place] for place in beside}
 
 

@@ -390,7 +390,7 @@ def test_the_page_has_every_option():
     [
         ("qwen3-8b --device t4", "; or take a device of more memory or a smaller model."),
         ("qwen3-0.6b --memory-bytes 2e9", "; or use --dtype bfloat16."),
-        ("qwen3-0.6b --memory-bytes 3.5e9 --max-rows 512", "lower --max-rows or --max-context or"),
+        ("qwen3-0.6b --memory-bytes 3.5e9 --max-rows 512", "lower --max-rows and --max-context or"),
     ],
 )
 def test_what_is_said_to_change_fits_once_it_is_changed(capsys, command, hint):

@@ -124,11 +124,12 @@ def test_widths_change_no_token(plain, case, monkeypatch):
             np.testing.assert_allclose(mine.raw, theirs.raw, atol=1e-5)
 
 
-@pytest.mark.full  # it compiles four steps
-def test_shards_take_the_width_that_one_of_them_needs(plain):
+@pytest.mark.full  # it compiles four steps each
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
+def test_shards_take_the_width_that_one_of_them_needs(plain, shape):
     """Two data shards of two rows, of which one holds the row with drafts."""
     known = Knowing(texts(plain["greedy"]), lone_row=True)
-    mesh = jax.make_mesh((2, 1), ("data", "tensor"))
+    mesh = jax.make_mesh(shape, ("data", "tensor"), devices=jax.devices()[: shape[0] * shape[1]])
     engine = dataclasses.replace(ENGINE, max_rows=4)
     drafted = generate(known, engine=engine, mesh=mesh)
     assert texts(drafted) == texts(plain["greedy"])

@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers import ENGINE, tiny_llama
 
+import specjax
 from specjax.engine.burst_choice import BurstChoice
 from specjax.policy.interface import Decision, Fixed, Load, check_decision
 
@@ -65,8 +67,14 @@ def test_one_row_without_pages_for_drafts_decodes_plainly_in_few_rows(beside, ex
         ({"row_bucket": 1.5}, ValueError, "row_bucket=1.5"),
         ({"max_drafts": 0}, ValueError, "max_drafts=0"),
         ({"row_bucket": 9}, ValueError, "row_bucket=9; .* from 1 to 8, the largest of load.row_b"),
-        ({"draft_caps": np.ones(7, int)}, ValueError, "draft_caps=.*expected 2 whole numbers, one"),
+        (
+            {"draft_caps": np.ones(7, int)},
+            ValueError,
+            "draft_caps=.*expected 2 whole numbers",
+        ),
         ({"draft_caps": [0.5, 1]}, ValueError, "draft_caps="),
+        ({"draft_caps": [-1, 2]}, ValueError, "draft_caps=.*expected 2 whole numbers from 0"),
+        ({"draft_caps": np.array([-1, 2])}, ValueError, "draft_caps="),
         ({"draft_caps": "ab"}, ValueError, "draft_caps='ab'"),
         ({"prepare": "x"}, TypeError, "prepare='x'; expected a Bucket or None"),
     ],
@@ -84,3 +92,18 @@ def test_a_decision_that_a_burst_can_follow_is_taken(caps):
         num_speculative_tokens=3, reason="mine", num_steps=1, row_bucket=8, draft_caps=caps
     )
     check_decision(decision, Fixed(3), LOAD)
+
+
+@pytest.mark.full  # it compiles a prefill
+def test_a_policy_that_decides_nonsense_is_told_so_by_a_generation():
+    class Nonsense:
+        max_speculative_tokens, chooses_rows = 3, False
+
+        def choose(self, load):
+            return Decision(num_speculative_tokens=-1, reason="mine")
+
+        def observe(self, outcome):
+            del outcome
+
+    with pytest.raises(ValueError, match=r"Nonsense.choose returned num_speculative_tokens=-1"):
+        specjax.generate(tiny_llama(0), [[1, 2]], drafter="ngram", policy=Nonsense(), engine=ENGINE)

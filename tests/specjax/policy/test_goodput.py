@@ -290,7 +290,9 @@ def test_what_is_on_disk_is_read_before_another_k_is_compiled():
         [],
         0.0,
     )
-    while not any(prepared):
+    for _ in range(100):
+        if any(prepared):
+            break
         decision = policy.choose(now)
         prepared.append(decision.prepare)
         seconds = 32 * step_s(Bucket(1, 0), 100)
