@@ -1,5 +1,8 @@
 """Tree attention for any device, written for XLA: blocks of keys, a running softmax."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -14,6 +17,12 @@ from pallas_kernels.tree_attention.reference import check_window, depths
 BLOCK_TOKENS = 64
 
 
+# jit keeps the trace, which the layers of a model share.
+@functools.partial(
+    jax.jit,
+    static_argnames=("scale", "softcap", "window", "first_key", "max_tokens_per_row"),
+    inline=True,
+)
 def tree_attention_xla(
     q: Array,  # dtype[num_tokens, heads, head_dim]
     k_pages: Array,  # as layout.init_pages makes them

@@ -45,6 +45,7 @@ from specjax.policy.interface import SpeculationPolicy
 from specjax.runtime import compilation_cache
 from specjax.runtime.jax_settings import entrance
 from specjax.runtime.progress import Progress, Report
+from specjax.sampling import EVERYTHING
 from specjax.types import DecoderParams
 
 T = TypeVar("T")
@@ -131,6 +132,8 @@ class Engine:
                 on_progress=self._progress.report,
                 params=params,
             )
+            # The next request may ask for anything, and others would wait meanwhile.
+            self._loop.decoder.compile_for(EVERYTHING)
             self._handed.note(DecoderParams(params.target, self._own_drafter(self._loop)))
             if adapt is not None:
                 self._progress.report("compiling what the drafter learns with", 0, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from specjax.decode.sizes import PromptShape
+from specjax.sampling import EVERYTHING, Uses
 
 BURST, MIXED, PREFILL = "burst", "mixed", "prefill"  # kinds of steps that run the target
 ADMIT, REMEMBER, SCORE = "admit", "remember", "score"
@@ -33,12 +34,14 @@ class StepKey(NamedTuple):
       bucket: of a burst, or of the rows that decode in a mixed step.
       prompts: those fed in a prefill or a mixed step, on each shard.
       count: places that ADMIT takes, pieces of text of REMEMBER, texts of SCORE.
+      uses: what rows of a burst or a mixed step may ask of it.
     """
 
     kind: str
     bucket: Bucket | None = None
     prompts: PromptShape | None = None
     count: int = 0
+    uses: Uses = EVERYTHING
 
     @property
     def is_plain_burst(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from specjax.drafters.history import Pieces
 from specjax.drafters.spec import NoDrafter
 from specjax.models import sharding
 from specjax.runtime.jax_settings import in_own_settings
-from specjax.sampling import RowSampling
+from specjax.sampling import EVERYTHING, RowSampling, Uses, uses_of
 from specjax.types import BurstPlan, DecoderParams, HostArray, StepInfo
 
 MOST_DRAFTING = 16  # decoders with a drafter that a process keeps, and as many plain ones
@@ -116,9 +116,27 @@ class Decoder(Steps, Caller):
             scales = jax.device_put(scales, state.cache.scales.sharding)
         return dataclasses.replace(state, cache=dataclasses.replace(state.cache, scales=scales))
 
+    def compile_for(self, uses: Uses) -> None:
+        """Has bursts from now on serve rows that ask for `uses`, and for all that came before.
+
+        What a first call asks for compiles in about half the time of everything. A later call that
+        asks for more has everything compiled, so that nobody waits a third time.
+        """
+        for each in {self, self.plain}:
+            known = uses if each.uses is None else each.uses
+            if known | uses != known:
+                known = EVERYTHING if each.has_bursts else known | uses
+            each.uses = known
+
+    def expect(self, values: Mapping[str, Any]) -> None:
+        """Calls `compile_for` with what rows ask for; arguments as for `sampling.uses_of`."""
+        if self.uses != EVERYTHING:
+            self.compile_for(uses_of(values))
+
     def admit(self, state: DecodeState, admission: Admission) -> DecodeState:
         """Runs `specjax.decode.state.admit`, one executable per number of places. Donates the
         state."""
+        self.expect(vars(admission.sampling))
         (state,) = self.executables(self, self.admit_step(len(admission.row_ids)), state, admission)
         return state
 
@@ -267,7 +285,8 @@ class Decoder(Steps, Caller):
     ) -> tuple[Executables, tuple[StepKey, DecoderParams, Any]]:
         """Returns the executables that a step is one of, and what names it there."""
         home = self._home(state, bucket, beside)
-        key = StepKey(BURST if beside is None else MIXED, bucket, beside)
+        uses = home.uses or EVERYTHING
+        key = StepKey(BURST if beside is None else MIXED, bucket, beside, uses=uses)
         if home is self:
             return self.executables, (key, params, state.drafter)
         return home.executables, (key, home._plain_params(params), ())
@@ -377,7 +396,8 @@ class Decoder(Steps, Caller):
         """Returns the executable of a burst of all rows that has run, for its memory_analysis() and
         text."""
         decoder = self if num_speculative_tokens or self.reads_states else self.plain
-        key = StepKey(BURST, Bucket(self.sizes.rows, num_speculative_tokens))
+        bucket = Bucket(self.sizes.rows, num_speculative_tokens)
+        key = StepKey(BURST, bucket, uses=decoder.uses or EVERYTHING)
         return decoder.executables.run_of(key)
 
 

@@ -20,6 +20,7 @@ from specjax.drafters.guard import is_own
 from specjax.models import families
 from specjax.models.views import is_view, matrices_of
 from specjax.runtime.jax_settings import in_own_settings
+from specjax.sampling import EVERYTHING
 from specjax.types import DecoderParams
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in the text of XLA's errors
@@ -198,6 +199,8 @@ class Executables:
     def _file(self, key: StepKey, inputs: Any) -> str | None:
         """Returns the name of an executable in the store; None where it is not stored.
 
+        An executable in the store that serves everything does for one that need not.
+
         With a mesh, or with code from outside specjax (a drafter, or a registered model family),
         only jax's own cache is used.
         """
@@ -206,7 +209,9 @@ class Executables:
         has_own_code &= all(map(families.is_own, (steps.target, *steps.drafter.configs)))
         if steps.mesh is not None or not has_own_code:
             return None
-        return executable_store.name_of(repr((key, steps.config)), inputs)
+        keys = key, key._replace(uses=EVERYTHING)
+        names = [executable_store.name_of(repr((each, steps.config)), inputs) for each in keys]
+        return next((name for name in names if executable_store.size(name) is not None), names[0])
 
     def _name(self, key: StepKey, params: DecoderParams | None, drafter_state: Any) -> tuple:
         return key, self._signature_of(params), jax.tree.structure(drafter_state)

@@ -14,7 +14,7 @@ from specjax.drafters import base
 from specjax.drafters.base import Drafter
 from specjax.drafters.none import TurnedOff
 from specjax.paged.kv_cache import PagedKVCache
-from specjax.sampling import RowSampling, reset_rows
+from specjax.sampling import RowSampling, Uses, reset_rows
 from specjax.types import BurstPlan, HostArray
 
 
@@ -45,6 +45,10 @@ class DecodeState:
     @property
     def rows(self) -> int:
         return self.history.shape[0]
+
+    def for_uses(self, uses: Uses) -> DecodeState:
+        """Returns the state whose rows ask for no more than `uses` of the code that reads it."""
+        return dataclasses.replace(self, sampling=dataclasses.replace(self.sampling, uses=uses))
 
 
 @jax.tree_util.register_dataclass

@@ -41,7 +41,7 @@ from specjax.drafters.guard import DrafterError, guarded, is_own
 from specjax.drafters.history import Pieces
 from specjax.models import sharding
 from specjax.paged import kv_cache
-from specjax.sampling import RowSampling
+from specjax.sampling import EVERYTHING, RowSampling, Uses
 from specjax.types import BY_LAW, BurstPlan, DecoderParams, HostArray
 
 WHOLE = PartitionSpec()
@@ -66,6 +66,8 @@ class Steps:
 
     Attributes:
       traces: how often each step was traced.
+      uses: what rows may ask of bursts and mixed steps made from now on; None: everything.
+      has_bursts: whether any of these was made.
     """
 
     def __init__(self, config: DecoderConfig):
@@ -77,6 +79,8 @@ class Steps:
         self.mesh = mesh = config.mesh
         self.num_shards = config.num_shards
         self.traces: collections.Counter[StepKey] = collections.Counter()
+        self.uses: Uses | None = None
+        self.has_bursts = False
         self._rows = self._report = WHOLE
         if mesh is not None:
             sharding.validate(self.target, mesh)
@@ -129,7 +133,7 @@ class Steps:
             return burst(spec, steps, params, state, plan)
 
         in_specs = self.param_specs(params), self._plan_specs(bucket)
-        return Step(StepKey(BURST, bucket), run, in_specs, (self._report, WHOLE))
+        return self._sampling_step(StepKey(BURST, bucket), run, in_specs)
 
     def mixed_step(self, params: DecoderParams, bucket: Bucket, prompts: PromptShape) -> Step:
         """Returns `specjax.decode.mixed.mixed_step`."""
@@ -153,7 +157,17 @@ class Steps:
             )
 
         in_specs = self.param_specs(params), self._plan_specs(bucket), self._rows, self._rows
-        return Step(StepKey(MIXED, bucket, prompts), run, in_specs, (self._report, WHOLE))
+        return self._sampling_step(StepKey(MIXED, bucket, prompts), run, in_specs)
+
+    def _sampling_step(self, key: StepKey, run: Callable[..., tuple], in_specs: tuple) -> Step:
+        """Returns a step that samples, and compiles only what rows may ask of it."""
+        uses, self.has_bursts = self.uses or EVERYTHING, True
+
+        def run_with_uses(state: DecodeState, *arguments: Any) -> tuple:
+            state, *results = run(state.for_uses(uses), *arguments)
+            return state.for_uses(EVERYTHING), *results
+
+        return Step(key._replace(uses=uses), run_with_uses, in_specs, (self._report, WHOLE))
 
     def bucket_step(
         self, params: DecoderParams, bucket: Bucket, beside: PromptShape | None = None

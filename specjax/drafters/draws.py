@@ -10,7 +10,7 @@ from jax import Array, lax
 from specjax.sampling import first_argmax, process_logits, target_probs
 from specjax.sampling.argmax import block_bounds
 from specjax.sampling.distinct import NOT_FOUND, best_distinct, without
-from specjax.sampling.processing import History, scaler, usage
+from specjax.sampling.processing import History, either, scaler, usage
 from specjax.sampling.row_sampling import RowSampling
 from specjax.sampling.seeded_noise import (
     DRAFT,
@@ -93,7 +93,7 @@ def draw_siblings(
     used = usage(sampling, row_ids, positions)
     is_processed = used.edits | used.filters | keeps_probs
     is_random = (sampling.temperature[row_ids] > 0) & (rules[row_ids] != DELTA)
-    values = lax.cond(is_processed, process, lambda: logits)
+    values = either(is_processed, process, lambda: logits)
     # Unprocessed logits are scaled block by block: a separate pass costs as much as the noise.
     divide = scaler(logits, sampling, row_ids)
     scale = lambda part: jnp.where(is_processed, part, divide(part))

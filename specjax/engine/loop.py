@@ -165,6 +165,7 @@ class Loop:
         self.check(request)
         if request.draft_cap:
             self.faults.miss_drafter()
+        self.decoder.expect(request.sampling_values)
         self.scheduler.waiting.push(request)
         self._run.deadlines.push(request, len(self.scheduler.waiting))
 

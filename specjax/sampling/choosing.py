@@ -22,6 +22,7 @@ from specjax.sampling.argmax import (
 from specjax.sampling.processing import (
     History,
     check_shapes,
+    either,
     process_logits,
     scaler,
     usage,
@@ -165,9 +166,9 @@ def choose_and(
 
         def greedy() -> Choice:
             choice = best_of(first_argmax, values)
-            return lax.cond(used.masks, lambda: checked(choice), lambda: choice)
+            return either(used.masks, lambda: checked(choice), lambda: choice)
 
-        choice = lax.cond(
+        choice = either(
             used.temperature,
             # A filter, or a maximum over blocks that drops NaN, may have hidden a NaN or +inf.
             lambda: checked(race(values, as_it_is, _few_or_bounded)),
@@ -175,16 +176,15 @@ def choose_and(
         )
         return describe(choice, values)
 
-    is_random = by_token.temperature.astype(jnp.int32)
-    path = jnp.where(by_token.edits | by_token.filters, 2, is_random)
-    return lax.switch(
-        jnp.max(path, initial=0),
-        [
-            lambda: describe(best_of(first_argmax, logits), None),
-            lambda: describe(scale_and_race(), None),
-            process_and_race,
-        ],
-    )
+    paths, path = [lambda: describe(best_of(first_argmax, logits), None)], 0
+    if not isinstance(by_token.temperature, bool):
+        paths.append(lambda: describe(scale_and_race(), None))
+        path = by_token.temperature.astype(jnp.int32)
+    is_processed = by_token.edits | by_token.filters
+    if not isinstance(is_processed, bool):
+        path = jnp.where(is_processed, len(paths), path)
+        paths.append(process_and_race)
+    return lax.switch(jnp.max(path, initial=0), paths)
 
 
 def _few_or_bounded(values: Array, score: Score, bound: Score) -> tuple[Array, Array]:

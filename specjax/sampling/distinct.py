@@ -32,7 +32,7 @@ def best_distinct(
     bounds: Callable[[], Array],
     count: int,
     *,
-    may_be_sparse: Array,
+    may_be_sparse: Array | bool,
 ) -> tuple[Array, Array]:
     """Returns the indices of the `count` best scores in order, i32[n, count], and the scores.
 

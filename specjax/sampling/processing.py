@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -48,19 +49,22 @@ History: TypeAlias = Array | TreeHistory
 
 
 class Usage(NamedTuple):
-    """Which features each token, or any of the batch, needs; bool[num_tokens] or bool[] each."""
+    """Which features each token, or any of the batch, needs; bool[num_tokens] or bool[] each.
 
-    allowed: Array
-    bias: Array
-    min_tokens: Array
-    repetition: Array
-    presence: Array
-    frequency: Array
-    filters: Array
-    temperature: Array
+    Of a feature that the step is not compiled for it is the Python value False.
+    """
+
+    allowed: Array | bool = False
+    bias: Array | bool = False
+    min_tokens: Array | bool = False
+    repetition: Array | bool = False
+    presence: Array | bool = False
+    frequency: Array | bool = False
+    filters: Array | bool = False
+    temperature: Array | bool = False
 
     @property
-    def edits(self) -> Array:
+    def edits(self) -> Array | bool:
         """Whether logits change before the temperature."""
         return (
             self.allowed
@@ -72,7 +76,7 @@ class Usage(NamedTuple):
         )
 
     @property
-    def masks(self) -> Array:
+    def masks(self) -> Array | bool:
         """Whether a NaN or +inf among the logits may be gone after processing.
 
         True for every feature except those that add or multiply, which keep NaN or +inf (+inf
@@ -80,41 +84,62 @@ class Usage(NamedTuple):
         """
         keeps = {"bias", "repetition", "presence", "frequency"}
         hides = [used for name, used in self._asdict().items() if name not in keeps]
-        return functools.reduce(jnp.logical_or, hides)
+        return functools.reduce(operator.or_, hides)
 
 
 def usage(sampling: RowSampling, row_ids: Array, positions: Array) -> Usage:
     """Returns the features used by rows with tokens in the batch, bool[] each."""
-    by_token = usage_by_token(sampling, row_ids, positions)
-    return Usage(*jnp.any(jnp.stack(by_token), axis=1))
+    by_token = usage_by_token(sampling, row_ids, positions)._asdict()
+    used = {name: flags for name, flags in by_token.items() if flags is not False}
+    if not used:
+        return Usage()
+    return Usage(**dict(zip(used, jnp.any(jnp.stack([*used.values()]), axis=1))))
 
 
 def is_plain(sampling: RowSampling, row_ids: Array, positions: Array) -> Array:
     """Returns which tokens use no feature but the temperature, bool[num_tokens]; padding is
     plain."""
     used = usage_by_token(sampling, row_ids, positions)
-    return ~(used.edits | used.filters)
+    return ~jnp.broadcast_to(used.edits | used.filters, row_ids.shape)
 
 
 def usage_by_token(sampling: RowSampling, row_ids: Array, positions: Array) -> Usage:
     """Returns which features each token needs, bool[num_tokens] each."""
     row, is_own = own_rows(sampling, row_ids)
     is_random = sampling.temperature > 0
-    filters = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
-    by_row = Usage(
-        allowed=sampling.has_allowed,
-        bias=jnp.any(sampling.bias_values != 0, axis=1),
-        min_tokens=sampling.min_tokens > 0,
-        repetition=sampling.repetition_penalty != 1,
-        presence=sampling.presence_penalty != 0,
-        frequency=sampling.frequency_penalty != 0,
-        filters=is_random & filters,
-        temperature=is_random,
-    )
-    rows = jnp.stack(by_row, axis=1), sampling.prompt_lengths, sampling.min_tokens
+    uses, by_row = sampling.uses, {}
+    if uses.filters:
+        filters = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    if uses.edits:
+        by_row = dict(
+            allowed=sampling.has_allowed,
+            bias=jnp.any(sampling.bias_values != 0, axis=1),
+            min_tokens=sampling.min_tokens > 0,
+            repetition=sampling.repetition_penalty != 1,
+            presence=sampling.presence_penalty != 0,
+            frequency=sampling.frequency_penalty != 0,
+        )
+    if uses.filters:
+        by_row["filters"] = is_random & filters
+    if uses.random:
+        by_row["temperature"] = is_random
+    if not by_row:
+        return Usage()
+    rows = jnp.stack([*by_row.values()], axis=1), sampling.prompt_lengths, sampling.min_tokens
     flags, *own = take(rows, row)
-    by_token = Usage(*(flags & is_own[:, None]).T)
+    by_token = Usage(**dict(zip(by_row, (flags & is_own[:, None]).T)))
+    if not uses.edits:
+        return by_token
     return by_token._replace(min_tokens=is_own & _is_early(positions, *own))
+
+
+def either(
+    predicate: Array | bool, one: Callable[..., Any], other: Callable[..., Any], *operands: Any
+) -> Any:
+    """Returns lax.cond(...); of a Python bool only the branch that is meant, without a cond."""
+    if isinstance(predicate, bool):
+        return one(*operands) if predicate else other(*operands)
+    return lax.cond(predicate, one, other, *operands)
 
 
 def own_rows(sampling: RowSampling, row_ids: Array) -> tuple[Array, Array]:
@@ -224,8 +249,8 @@ def _is_early(positions: Array, prompt_lengths: Array, min_tokens: Array) -> Arr
     return positions + 1 - prompt_lengths < min_tokens
 
 
-def _when(predicate: Array, change: Callable[[Array], Array], values: Array) -> Array:
-    return lax.cond(predicate, change, lambda same: same, values)
+def _when(predicate: Array | bool, change: Callable[[Array], Array], values: Array) -> Array:
+    return either(predicate, change, lambda same: same, values)
 
 
 def _edit(
@@ -326,7 +351,7 @@ def _filter(
         return by_platform(*limits, cpu=_cut_few_first, default=_cut)
 
     nothing = lambda: jnp.full(scaled.shape[0], -jnp.inf)
-    return jnp.where(scaled < lax.cond(used.filters, cut, nothing)[:, None], -jnp.inf, scaled)
+    return jnp.where(scaled < either(used.filters, cut, nothing)[:, None], -jnp.inf, scaled)
 
 
 def _cut(

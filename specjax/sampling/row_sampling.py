@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,33 @@ NO_STOP_ID = -1  # equals no token id
 MIN_TEMPERATURE = 1e-5
 
 
+class Uses(NamedTuple):
+    """What rows may ask of a compiled step; the rest is not compiled into it."""
+
+    random: bool = True  # a temperature above 0
+    edits: bool = True  # logits changed before the temperature: masks, bias, penalties
+    filters: bool = True  # top_k, top_p, min_p
+    reports: bool = True  # log-probabilities, entropies, self-checks
+
+    def __or__(self, other: Uses) -> Uses:  # type: ignore[override]
+        return Uses(*(own or its for own, its in zip(self, other)))
+
+
+EVERYTHING = Uses()
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSampling:
     """`SamplingParams` of each row as dynamic values.
 
     A feature runs for the whole batch when any row with tokens in the batch uses it.
+
+    Attributes:
+      uses: static; rows must ask for no more.
     """
+
+    uses: Uses = dataclasses.field(default=EVERYTHING, metadata={"static": True})
 
     temperature: Array  # f32[rows], 0 is greedy
     top_k: Array  # i32[rows], 0 is off
@@ -56,8 +76,8 @@ class RowSampling:
     @classmethod
     def empty(cls, rows: int, engine_config: EngineConfig) -> RowSampling:
         """Returns rows that are greedy and use no feature."""
-        values = empty_row_values(rows, engine_config)
-        return cls(**{name: jnp.asarray(value) for name, value in values.items()})
+        values: dict[str, Any] = empty_row_values(rows, engine_config)
+        return cls(**jax.tree.map(jnp.asarray, values))
 
 
 def row_values(
@@ -113,6 +133,22 @@ def row_values(
     return values
 
 
+def uses_of(values: Mapping[str, Any]) -> Uses:
+    """Returns what rows ask for.
+
+    Args:
+      values: fields of RowSampling on the host, of one row or several.
+    """
+    differs = lambda name: np.any(np.asarray(values[name]) != _EMPTY[name])
+    is_random = differs("temperature")
+    return Uses(
+        random=bool(is_random),
+        edits=any(map(differs, _EDITS)),
+        filters=bool(is_random and any(map(differs, ("top_k", "top_p", "min_p")))),
+        reports=any(map(differs, ("num_logprobs", "has_entropy", "is_checked"))),
+    )
+
+
 def seed_words(seed: int | tuple[int, int]) -> tuple[int, int]:
     """Returns the two 32-bit words of a seed, the low one first."""
     words = (seed & 0xFFFFFFFF, seed >> 32) if isinstance(seed, int) else tuple(seed)
@@ -157,6 +193,16 @@ _EMPTY: dict[str, Any] = {
     "has_entropy": np.bool_(False),
     "is_checked": np.bool_(False),
 }
+
+# Fields that change logits before the temperature.
+_EDITS = (
+    "has_allowed",
+    "bias_values",
+    "min_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 def _empty_values(leading: tuple[int, ...], engine_config: EngineConfig) -> dict[str, np.ndarray]:

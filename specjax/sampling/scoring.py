@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specjax.sampling.choosing import Choice, choose_and
+from specjax.sampling.choosing import Choice, choose_and, choose_tokens
 from specjax.sampling.packing import pack, take, unpack
 from specjax.sampling.processing import (
     History,
@@ -118,6 +118,8 @@ def token_logprobs(
       max_logprobs: EngineConfig.max_logprobs; a vocabulary may be smaller.
       processed: `process_logits` of the same arguments, if already computed.
     """
+    if not sampling.uses.reports:
+        return no_logprobs(token_ids.shape[0], max_logprobs)
     asked = _asked(sampling, row_ids, positions)
 
     def edited() -> tuple[_Scores, _Shape]:
@@ -154,8 +156,11 @@ def choose_and_score(
     Where no row edits or filters logits, no processed copy is stored: choose_tokens takes
     its short paths, and sums are over the logits themselves.
     """
-    asked = _asked(sampling, row_ids, positions)
     size = logits.shape[0], max_logprobs
+    if not sampling.uses.reports:
+        where = sampling, row_ids, positions, history
+        return choose_tokens(logits, *where, vocabulary=vocabulary), no_logprobs(*size)
+    asked = _asked(sampling, row_ids, positions)
 
     def describe(choice: Choice, processed: Array | None) -> tuple[Choice, tuple[_Scores, _Shape]]:
         if processed is None:

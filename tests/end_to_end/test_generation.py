@@ -30,6 +30,7 @@ from specjax.decode.bucket import ADMIT, BURST, MIXED, PREFILL, Bucket, StepKey
 from specjax.decode.decoder import shared_decoder
 from specjax.decode.sizes import PromptShape
 from specjax.heads.loading import LoadedDrafter
+from specjax.sampling import EVERYTHING, Uses
 from specjax.text.tokenization import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -572,10 +573,14 @@ def test_one_trace_per_executable(target, draft, num_prompts, longest):
     rows = min(max(num_prompts), ENGINE.max_rows)
     decoder = stream._loop.decoder
     plain, drafting = (StepKey(BURST, Bucket(decoder.sizes.rows, k)) for k in (0, 3))
-    assert set(decoder.plain.traces) <= {plain}
-    once = plain, drafting, *(StepKey(ADMIT, count=count) for count in (1, rows))
-    of_prompts = [key for key in decoder.traces if key.kind in (PREFILL, MIXED)]
-    assert decoder.all_traces == dict.fromkeys([*once, *of_prompts], 1)
+    # For what the first call asks for, and for everything.
+    assert {key.uses for key in decoder.all_traces} == {Uses(*[False] * 4), EVERYTHING}
+    whole = lambda keys: {key._replace(uses=EVERYTHING) for key in keys}
+    assert whole(decoder.plain.traces) <= {plain}
+    once = {plain, drafting, *(StepKey(ADMIT, count=count) for count in (1, rows))}
+    of_prompts = whole(key for key in decoder.traces if key.kind in (PREFILL, MIXED))
+    assert whole(decoder.all_traces) == once | of_prompts
+    assert {*decoder.all_traces.values()} == {1}
     # One executable per token bucket of prompts, beside K as without.
     prompts = {key.prompts.num_tokens for key in of_prompts if key.kind == PREFILL}
     assert prompts <= set(decoder.prompt_sizes.buckets)

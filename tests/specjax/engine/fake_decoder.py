@@ -92,6 +92,9 @@ class FakeDecoder:
     def let_go(self):
         pass
 
+    def expect(self, values):
+        pass
+
     def init(self, *, has_drafter=True):
         return FakeState(self.version)
 

@@ -47,6 +47,9 @@ class IdleDecoder:
     def let_go(self):
         pass
 
+    def expect(self, values):
+        pass
+
     def init(self):
         return self
 
