@@ -86,9 +86,7 @@ def row_sampling(params: SamplingParams) -> RowSampling:
         row_values(params, prompt_length=1, eos_token_ids=(), seed=seed, engine_config=config)
         for seed in range(NUM_TOKENS)
     ]
-    return RowSampling(
-        **{name: jnp.asarray(np.stack([row[name] for row in rows])) for name in rows[0]}
-    )
+    return RowSampling(**jax.tree.map(lambda *own: jnp.asarray(np.stack(own)), *rows))
 
 
 def score_everything(
