@@ -122,11 +122,12 @@ class Decoder(Steps, Caller):
         What a first call asks for compiles in about half the time of everything. A later call that
         asks for more has everything compiled, so that nobody waits a third time.
         """
-        for each in {self, self.plain}:
-            known = uses if each.uses is None else each.uses
-            if known | uses != known:
-                known = EVERYTHING if each.has_bursts else known | uses
-            each.uses = known
+        known = uses if self.uses is None else self.uses
+        if known | uses != known:
+            known = EVERYTHING if self.has_bursts else known | uses
+        self.uses = known
+        if self.plain is not self:  # it serves no less than those whose K = 0 it runs
+            self.plain.compile_for(known)
 
     def expect(self, values: Mapping[str, Any]) -> None:
         """Calls `compile_for` with what rows ask for; arguments as for `sampling.uses_of`."""

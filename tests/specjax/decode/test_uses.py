@@ -189,7 +189,10 @@ def test_a_decoder_and_its_plain_one_serve_the_same(monkeypatch):
     values = empty_row_values(1, SMALL) | {"temperature": np.array([0.5])}
     decoder.admit(0, mock.Mock(row_ids=[0], sampling=RowSampling(**values)))
     assert decoder.uses == decoder.plain.uses == NOTHING._replace(random=True)
-    decoder.compile_for(EVERYTHING)
+    # It has run bursts, and the plain one none: both serve everything from here on.
+    decoder.has_bursts = True
+    decoder.compile_for(NOTHING._replace(edits=True))
+    assert decoder.uses == decoder.plain.uses == EVERYTHING
     decoder.compile_for(NOTHING)
     assert decoder.uses == decoder.plain.uses == EVERYTHING
 
